@@ -1,0 +1,136 @@
+"""Which headers a translation unit uses, and a digest over their contents.
+
+NVRTC lists no dependencies, so #include lines are followed by text, in every branch of every #if: a superset of what
+the compiler reads. Includes made by a macro (CUTLASS: `#include CUDA_STD_HEADER(tuple)`) are expanded with every
+definition of that macro in sight. A test compiles CUTLASS headers from a tree that holds the files found here alone.
+
+A walk costs some 0.1 s, so its result is kept with a stamp over (size, mtime, ctime, inode) of every file read and a
+list of the paths that were looked for and absent. While the stamp holds and those paths stay absent, the digest holds
+too, and checking it takes a few milliseconds of stat calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+#: Part of the digest: raise it when the walk changes.
+SCHEMA = 1
+
+_INCLUDE = re.compile(rb"#[ \t]*include(?:_next)?[ \t]*([^\r\n]+)")
+_NAME = re.compile(rb'(["<])([^">]+)[">]')
+_CALL = re.compile(rb"(\w+)(?:[ \t]*\([ \t]*([^)]*?)[ \t]*\))?")
+_MACRO = re.compile(
+    rb'#[ \t]*define[ \t]+(\w+)(?:\((\w+)\))?[ \t]+((?:"[^">\r\n]+"|<[^">\r\n]+>))[ \t]*\r?$', re.MULTILINE
+)
+
+
+def directives(source: str) -> tuple[bytes, ...]:
+    """The distinct operands of the source's #include lines, sorted: all that the walk needs to know of it."""
+    return tuple(sorted({m[1].strip() for m in _INCLUDE.finditer(source.encode())}))
+
+
+@dataclass(frozen=True)
+class Headers:
+    """The headers behind a set of #include lines.
+
+    digest: sha256 over (root number, path below the root, sha256 of the contents) of every file, hex.
+    files, absent: absolute paths that were read, and that were tried and not there. stamp: see the module's text.
+    unresolved: macro includes whose macro is defined nowhere in sight.
+    """
+
+    digest: str
+    files: tuple[str, ...]
+    absent: tuple[str, ...]
+    stamp: str
+    unresolved: tuple[str, ...]
+
+    def current(self) -> bool:
+        """True while no file changed and none appeared where one was looked for."""
+        return _stamp(self.files) == self.stamp and not any(map(os.path.exists, self.absent))
+
+    def to_json(self) -> bytes:
+        return json.dumps([self.digest, self.files, self.absent, self.stamp, self.unresolved]).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Headers:
+        digest, files, absent, stamp, unresolved = json.loads(data)
+        return cls(digest, tuple(files), tuple(absent), stamp, tuple(unresolved))
+
+
+def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
+    """Follow #include operands (as written, quotes or angle brackets included) through the roots, in search order."""
+    found: dict[str, tuple[int, str]] = {}  # path -> (root number, path below that root)
+    absent: dict[str, None] = {}
+    content_digests: dict[str, str] = {}
+    todo: list[str] = []
+    macros: dict[bytes, set[tuple[bytes, bytes]]] = {}  # name -> {(parameter, replacement)}
+    computed: set[tuple[bytes, bytes]] = set()  # (macro, argument)
+
+    def resolve(bracket: bytes, name: bytes, includer: str | None) -> None:
+        relative = os.fsdecode(name)
+        candidates = [(i, os.path.normpath(os.path.join(root, relative))) for i, root in enumerate(roots)]
+        if bracket == b'"' and includer is not None:
+            here = os.path.normpath(os.path.join(os.path.dirname(includer), relative))
+            candidates.insert(0, (found[includer][0], here))
+        for root, path in candidates:
+            if path in found:
+                return
+            if path in absent:
+                continue
+            if os.path.isfile(path):
+                found[path] = (root, os.path.relpath(path, roots[root]))
+                todo.append(path)
+                return
+            absent[path] = None
+
+    def operand(text: bytes, includer: str | None) -> None:
+        if name := _NAME.match(text):
+            resolve(name[1], name[2], includer)
+        elif call := _CALL.match(text):
+            computed.add((call[1], call[2] or b""))
+
+    for text in includes:
+        operand(text, None)
+    expanded: set[tuple[bytes, bytes]] = set()
+    while todo:
+        while todo:
+            path = todo.pop()
+            with open(path, "rb") as file:
+                data = file.read()
+            content_digests[path] = hashlib.sha256(data).hexdigest()
+            for match in _INCLUDE.finditer(data):
+                operand(match[1], path)
+            for name, parameter, replacement in _MACRO.findall(data):
+                macros.setdefault(name, set()).add((parameter, replacement))
+        # A macro may be defined in a file read after its use: expand at the end of each round, with all that is known.
+        for macro, argument in computed:
+            for parameter, replacement in macros.get(macro, ()):
+                text = replacement
+                if parameter:
+                    text = re.sub(rb"\b%b\b" % parameter, lambda _, a=argument: a, replacement)
+                if text not in expanded:
+                    expanded.add(text)
+                    operand(text, None)
+
+    files = tuple(sorted(found))
+    content = sorted((*found[path], content_digests[path]) for path in files)
+    digest = hashlib.sha256(json.dumps([SCHEMA, content]).encode()).hexdigest()
+    unresolved = tuple(sorted(os.fsdecode(macro) for macro, _ in computed if macro not in macros))
+    return Headers(digest, files, tuple(absent), _stamp(files), unresolved)
+
+
+def _stamp(files: Iterable[str]) -> str:
+    """A hash over the identity of each file's present state; "" if one is gone."""
+    state = hashlib.sha256()
+    try:
+        for path in files:
+            s = os.stat(path)
+            state.update(f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}\n".encode())
+    except OSError:
+        return ""
+    return state.hexdigest()

@@ -1,0 +1,160 @@
+"""What a compile needs from the machine: the NVRTC library and the header trees of CUTLASS, CUDA and CCCL.
+
+Everything is found beside the installed distributions. CUDA_HOME, CUDA_PATH and nvcc are never consulted.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .errors import EnvironmentProblem, UnsupportedArch
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One include folder: its distribution, its path inside site-packages and a file that proves it is there."""
+
+    distribution: str
+    folder: str
+    probe: str
+
+
+@dataclass(frozen=True)
+class Nvrtc:
+    """The loaded NVRTC: version and a build identity that does not depend on where it is installed."""
+
+    major: int
+    minor: int
+    build: str
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+_CUTLASS = Tree("nvidia-cutlass", "cutlass_library/source/include", "cutlass/version.h")
+
+# Per CUDA major version: the CUDA headers, then CCCL and the CCCL distribution versions [low, high) that CUTLASS 4.2
+# compiles with. CCCL's own cuda/std folder is never an include path: its <tuple> would hide the compiler's.
+_TREES: dict[int, tuple[Tree, Tree, tuple[int, int], tuple[int, int]]] = {
+    12: (
+        Tree("nvidia-cuda-runtime-cu12", "nvidia/cuda_runtime/include", "cuda_fp16.h"),
+        Tree("nvidia-cuda-cccl-cu12", "nvidia/cuda_cccl/include", "cuda/std/type_traits"),
+        (12, 9),
+        (13, 0),
+    ),
+    13: (
+        Tree("nvidia-cuda-runtime", "nvidia/cu13/include", "cuda_fp16.h"),
+        Tree("nvidia-cuda-cccl", "nvidia/cu13/include/cccl", "cuda/std/type_traits"),
+        (13, 0),
+        (13, 2),
+    ),
+}
+
+
+def _bindings() -> Any:
+    """The module cuda.bindings.nvrtc, imported on first use. Raises EnvironmentProblem."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise EnvironmentProblem(
+            f"cuda-bindings cannot be imported ({error}); install cutlass_sep[cu13] or cutlass_sep[cu12]"
+        ) from error
+    return nvrtc
+
+
+@functools.cache
+def nvrtc() -> Nvrtc:
+    """The NVRTC that cuda.bindings loads (torch's own copy where torch has loaded one). Raises EnvironmentProblem."""
+    bindings = _bindings()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    try:
+        path = load_nvidia_dynamic_lib("nvrtc").abs_path
+        status, major, minor = bindings.nvrtcVersion()
+    except RuntimeError as error:  # pathfinder's message lists the places it searched
+        raise EnvironmentProblem(
+            f"NVRTC was not found; install cutlass_sep[cu13] or cutlass_sep[cu12], whichever torch uses.\n{error}"
+        ) from error
+    if status != 0:
+        raise EnvironmentProblem(f"NVRTC at {path} does not answer: {status!r}")
+    return Nvrtc(major, minor, _library_build(path))
+
+
+def _library_build(path: str | None) -> str:
+    """The GNU build id of a shared library, else its size: two builds of one NVRTC version may emit different code."""
+    if path is None:
+        return "unknown"
+    with open(path, "rb") as file:
+        head = file.read(65536)
+        note = re.search(rb"\x04\0\0\0\x14\0\0\0\x03\0\0\0GNU\0(.{20})", head, re.DOTALL)
+        return note[1].hex() if note else f"size {file.seek(0, 2)}"
+
+
+@functools.cache
+def supported_archs() -> tuple[str, ...]:
+    """Architectures the loaded NVRTC compiles for, oldest first, e.g. ("sm_75", ..., "sm_90", "sm_90a", ...)."""
+    version = nvrtc()
+    status, numbers = _bindings().nvrtcGetSupportedArchs()
+    if status != 0:
+        raise EnvironmentProblem(f"NVRTC {version} does not list its architectures: {status!r}")
+    # NVRTC lists numbers only; from 90 on each number also has its architecture-specific variant.
+    return tuple(f"sm_{n}{suffix}" for n in sorted(numbers) for suffix in (("", "a") if n >= 90 else ("",)))
+
+
+def check_arch(arch: str) -> None:
+    """Raise ValueError for a malformed arch, UnsupportedArch for one that this NVRTC does not know."""
+    if not isinstance(arch, str) or not re.fullmatch(r"sm_\d{2,3}[a-z]?", arch):
+        raise ValueError(f"arch must look like 'sm_80' or 'sm_90a', got {arch!r}")
+    known = supported_archs()
+    if arch not in known:
+        raise UnsupportedArch(
+            f"NVRTC {nvrtc()} cannot compile for {arch}; it knows {', '.join(known)}. "
+            "For a newer GPU install a newer nvidia-cuda-nvrtc, for an older one a PyTorch of an older CUDA"
+        )
+
+
+@functools.cache
+def include_paths() -> tuple[str, ...]:
+    """Include folders in search order: CUTLASS, CUDA, CCCL. Raises EnvironmentProblem for a missing or wrong one."""
+    version = nvrtc()
+    if version.major not in _TREES:
+        raise EnvironmentProblem(f"NVRTC {version} was found; cutlass_sep knows CUDA {' and '.join(map(str, _TREES))}")
+    runtime, cccl, low, high = _TREES[version.major]
+    folders, missing = [], []
+    for tree in (_CUTLASS, runtime, cccl):
+        folder = _folder(tree)
+        if folder is None:
+            missing.append(f"{tree.distribution} ({tree.folder})")
+        folders.append(folder)
+    if missing:
+        raise EnvironmentProblem(
+            f"headers are missing for NVRTC {version}: {', '.join(missing)}; install cutlass_sep[cu{version.major}]. "
+            f"Searched: {', '.join(entry for entry in sys.path if entry)}"
+        )
+    found = metadata.version(cccl.distribution)
+    if not low <= _major_minor(found) < high:
+        allowed = f"{cccl.distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        raise EnvironmentProblem(
+            f"{cccl.distribution} {found} does not work with CUTLASS 4.2: install '{allowed}' (pip install '{allowed}')"
+        )
+    return tuple(folder for folder in folders if folder is not None)
+
+
+def _folder(tree: Tree) -> str | None:
+    """The tree's folder on this machine, or None."""
+    try:
+        folder = Path(str(metadata.distribution(tree.distribution).locate_file(tree.folder)))
+    except metadata.PackageNotFoundError:
+        return None
+    return str(folder.absolute()) if (folder / tree.probe).is_file() else None
+
+
+def _major_minor(version: str) -> tuple[int, int]:
+    major, minor, *_ = (*version.split("."), "0")
+    return int(major), int(re.match(r"\d*", minor)[0] or 0)
