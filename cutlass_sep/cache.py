@@ -64,8 +64,11 @@ def root() -> Path | None:
         return Path(override).absolute()
     import platformdirs
 
-    path = Path(platformdirs.user_cache_dir("cutlass_sep"))
-    # Without HOME and a passwd entry "~" stays as it is; it must not become a folder below the current one.
+    try:
+        path = Path(platformdirs.user_cache_dir("cutlass_sep"))
+    except RuntimeError:  # neither HOME nor a passwd entry
+        return None
+    # Other versions of platformdirs leave "~" as it is; it must not become a folder below the current one.
     return path if path.is_absolute() else None
 
 
@@ -95,7 +98,7 @@ class Store:
     def load(self, key: str, name: str, suffix: str = ".cubin") -> tuple[bytes, dict[str, Any]] | None:
         """The entry's (payload, metadata), or None. Marks it as used; removes it if it is bad."""
         path = self.path(key, name, suffix)
-        if path is None or not self._check_folder():
+        if not self._check_folder() or path is None:
             return None
         try:
             payload, header = _decode(path.read_bytes())
@@ -117,9 +120,7 @@ class Store:
     def save(self, key: str, name: str, payload: bytes, meta: dict[str, Any], suffix: str = ".cubin") -> None:
         """Publish an entry atomically, then hold the folder below CAP_BYTES."""
         path = self.path(key, name, suffix)
-        if path is None:
-            self._give_up("no user cache folder on this machine")
-        elif self._write(path, _encode(payload, {"key": key, "name": name, "meta": meta})):
+        if path is not None and self._write(path, _encode(payload, {"key": key, "name": name, "meta": meta})):
             self._evict(keep=path)
 
     def save_failed_source(self, key: str, name: str, source: str) -> Path | None:
@@ -179,22 +180,13 @@ class Store:
     def _check_folder(self) -> bool:
         """Whether entries may be read: a folder of our own (or root's), or one that is not there yet."""
         if self._usable is None:
-            if self.folder is None:
-                self._usable = False
-                return False
             try:
-                owner = os.stat(self.folder).st_uid
-                self._usable = os.geteuid() == 0 or owner in (0, os.geteuid())
-                if not self._usable:
-                    self._give_up(f"it belongs to another user (uid {owner})")
-                elif not self.folder.is_dir():
-                    self._usable = False
-                    self._give_up("it is not a folder")
+                reason = _why_unusable(self.folder)
             except FileNotFoundError:
-                return True  # ask again once it is there
-            except OSError as error:
-                self._usable = False
-                self._give_up(error)
+                return True  # look again once it is there
+            self._usable = reason is None
+            if reason is not None:
+                self._give_up(reason)
         return self._usable
 
     def _prepare_folder(self) -> bool:
@@ -276,6 +268,23 @@ class Store:
                         if item.name.endswith(suffixes) and item.is_file(follow_symlinks=False):
                             files.append((Path(item.path), item.stat(follow_symlinks=False)))
         return files
+
+
+def _why_unusable(folder: Path | None) -> object:
+    """Why a folder cannot be read as a cache, or None. Raises FileNotFoundError if it is not there."""
+    if folder is None:
+        return "this user has no cache folder"
+    try:
+        owner = os.stat(folder).st_uid
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return error
+    if not folder.is_dir():
+        return "it is not a folder"
+    if os.geteuid() not in (0, owner) and owner != 0:
+        return f"it belongs to another user, uid {owner}"
+    return None if os.access(folder, os.R_OK | os.X_OK) else "it may not be read"
 
 
 def _may_write(folder: Path | None) -> bool:
