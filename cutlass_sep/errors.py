@@ -1,8 +1,12 @@
-"""Exception types of the package that are not a plain TypeError, ValueError or RuntimeError."""
+"""Exceptions of the package beyond those PyTorch itself would raise."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+
+class Unsupported(RuntimeError):
+    """The path, form or schedule asked for cannot run this problem; the message says why."""
 
 
 class EnvironmentProblem(RuntimeError):
