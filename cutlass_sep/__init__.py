@@ -1,0 +1,21 @@
+"""Fused depthwise-separable convolutions for PyTorch, emitted on CUTLASS/CuTe for each problem and compiled by NVRTC.
+
+Importing this does no CUDA, compiler or disk work.
+"""
+
+from . import functional, op
+from .errors import CompileError, EnvironmentProblem, Unsupported
+from .explain import explain, supports, warmup
+from .module import DepthwiseSeparableConv2d
+
+__all__ = [
+    "CompileError",
+    "DepthwiseSeparableConv2d",
+    "EnvironmentProblem",
+    "Unsupported",
+    "explain",
+    "functional",
+    "op",
+    "supports",
+    "warmup",
+]

@@ -1,0 +1,254 @@
+"""A problem: everything about one call that decides which kernel runs it, as plain frozen data.
+
+This is the first step of problem -> schedule -> source -> cubin -> kernel -> op -> module and knows none of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+#: dtype name -> bytes per element, for the dtypes that kernels exist for.
+KERNEL_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+#: float64 is legal too and runs on path "torch".
+DTYPES = {**KERNEL_DTYPES, "float64": 8}
+LAYOUTS = ("contiguous", "channels_last")
+PRECISIONS = ("ieee", "tf32")
+#: Names accepted for `mid_activation` and `activation`; the device code of each is in templates/activation.cuh.
+ACTIVATIONS = (None, "relu", "relu6", "silu", "hardswish", "gelu", "gelu_tanh")
+#: Bytes of the widest access a kernel makes; a problem's `alignment` never exceeds it.
+MAX_ALIGNMENT = 16
+
+
+class Pads(NamedTuple):
+    """Padding in pixels, resolved: `resolve_padding` makes it of the int, pair, 'same' or 'valid' that callers give."""
+
+    top: int
+    bottom: int
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class SeparableConv2dProblem:
+    """Depthwise [C,1,kh,kw] then pointwise [O,C,1,1] on x [N,C,H,W], giving y [N,O,P,Q].
+
+    `padding` is (top, bottom, left, right) in pixels; `layout` is the memory format of x and of y; `alignment` is the
+    number of bytes (a power of two, at most 16) that divides the address of x and of y and the pitch of their innermost
+    dimension.
+    `fp32_precision` is None unless `dtype` is "float32".
+    """
+
+    n: int
+    c: int
+    h: int
+    w: int
+    o: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: Pads
+    dilation: tuple[int, int]
+    dtype: str
+    layout: str
+    dw_bias: bool
+    pw_bias: bool
+    mid_activation: str | None
+    activation: str | None
+    fp32_precision: str | None
+    alignment: int
+
+    @property
+    def p(self) -> int:
+        """Output height."""
+        return output_extent(self.h, self.padding[:2], self.kernel[0], self.stride[0], self.dilation[0])
+
+    @property
+    def q(self) -> int:
+        """Output width."""
+        return output_extent(self.w, self.padding[2:], self.kernel[1], self.stride[1], self.dilation[1])
+
+    @property
+    def element_size(self) -> int:
+        """Bytes per element of x and y."""
+        return DTYPES[self.dtype]
+
+    @property
+    def bytes(self) -> int:
+        """Least bytes moved through device memory: x and every weight read once, y written once."""
+        weights = self.c * math.prod(self.kernel) + self.o * self.c + self.c * self.dw_bias + self.o * self.pw_bias
+        return self.element_size * (self.n * self.c * self.h * self.w + self.n * self.o * self.p * self.q + weights)
+
+    @property
+    def flops(self) -> int:
+        """Multiplies and adds of both convolutions (taps on padding counted, as is usual)."""
+        return 2 * self.n * self.p * self.q * self.c * (math.prod(self.kernel) + self.o)
+
+    def to_json(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SeparableConv2dProblem:
+        problem = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**{**problem, "padding": Pads(*problem["padding"])})
+
+    @classmethod
+    def from_tensors(
+        cls,
+        x: torch.Tensor,
+        dw_weight: torch.Tensor,
+        pw_weight: torch.Tensor,
+        dw_bias: torch.Tensor | None = None,
+        pw_bias: torch.Tensor | None = None,
+        *,
+        stride=1,
+        padding=0,
+        dilation=1,
+        mid_activation: str | None = None,
+        activation: str | None = None,
+        fp32_precision: str = "ieee",
+    ) -> SeparableConv2dProblem:
+        """Check a call and describe it. x is [N,C,H,W] or [C,H,W] (then N = 1).
+
+        Raises what torch's own conv2d raises: RuntimeError for shapes, mixed dtypes or devices; TypeError for dtypes
+        and layouts that no path takes; ValueError for option values.
+        """
+        check_tensors(x, dw_weight, pw_weight, dw_bias, pw_bias)
+        check_option("mid_activation", mid_activation, ACTIVATIONS)
+        check_option("activation", activation, ACTIVATIONS)
+        check_option("fp32_precision", fp32_precision, PRECISIONS)
+        kernel = (dw_weight.shape[2], dw_weight.shape[3])
+        stride = pair("stride", stride, minimum=1)
+        dilation = pair("dilation", dilation, minimum=1)
+        pads = resolve_padding(padding, kernel, stride, dilation)
+        n, c, h, w = x.shape if x.dim() == 4 else (1, *x.shape)
+        check_extent(h, w, kernel, dilation, pads)
+        dtype = str(x.dtype).removeprefix("torch.")
+        layout = layout_of(x)
+        problem = cls(
+            n=n, c=c, h=h, w=w, o=pw_weight.shape[0], kernel=kernel, stride=stride, padding=pads, dilation=dilation,
+            dtype=dtype, layout=layout, dw_bias=dw_bias is not None, pw_bias=pw_bias is not None,
+            mid_activation=mid_activation, activation=activation,
+            fp32_precision=fp32_precision if dtype == "float32" else None, alignment=1,
+        )  # fmt: skip
+        return problem.with_alignment(x.data_ptr() if is_dense(x) and x.device.type != "meta" else 0)
+
+    def with_alignment(self, *addresses: int) -> SeparableConv2dProblem:
+        """This problem with the alignment that tensors at these addresses (bytes) and its own pitches allow."""
+        inner = (self.c, self.o) if self.layout == "channels_last" else (self.w, self.q)
+        common = math.gcd(MAX_ALIGNMENT, *addresses, *(extent * self.element_size for extent in inner))
+        return SeparableConv2dProblem(**{**self.__dict__, "alignment": common})
+
+
+def check_option(name: str, value: Any, allowed: tuple) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not supported; it must be one of {', '.join(map(repr, allowed))}")
+
+
+def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
+    """`value` (an int or a pair h, w) as a pair of ints of at least `minimum`; ValueError otherwise."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if len(values) == 1:
+        values *= 2
+    if len(values) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise ValueError(f"{name} must be an int or a pair of ints (h, w), got {value!r}")
+    if min(values) < minimum:
+        raise RuntimeError(f"{name} must be at least {minimum} on both axes, got {value!r}")
+    return values  # type: ignore[return-value]
+
+
+def resolve_padding(padding: Any, kernel, stride, dilation) -> Pads:
+    """The pixels that an int, a pair (h, w), 'same' or 'valid' stands for in torch.nn.Conv2d; Pads stay as they are.
+
+    'same' pads d*(k-1) in all, the odd pixel on the bottom and right.
+    """
+    if isinstance(padding, Pads):
+        return padding
+    if isinstance(padding, str):
+        if padding == "valid":
+            return Pads(0, 0, 0, 0)
+        if padding != "same":
+            raise ValueError(f"padding={padding!r} is not supported; a string must be 'same' or 'valid'")
+        if stride != (1, 1):
+            raise RuntimeError(f"padding='same' is not supported for strided convolutions, got stride={stride}")
+        total_h, total_w = (d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
+        return Pads(total_h // 2, total_h - total_h // 2, total_w // 2, total_w - total_w // 2)
+    ph, pw = pair("padding", padding, minimum=0)
+    return Pads(ph, ph, pw, pw)
+
+
+def output_extent(size: int, pads: tuple[int, int], taps: int, stride: int, dilation: int) -> int:
+    """Extent of y on one axis."""
+    return (size + pads[0] + pads[1] - dilation * (taps - 1) - 1) // stride + 1
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether kernels can read x where it lies: contiguous or channels_last-contiguous."""
+    return x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)) or (
+        x.dim() == 3 and x.permute(1, 2, 0).is_contiguous()
+    )  # fmt: skip
+
+
+def layout_of(x: torch.Tensor) -> str:
+    """The memory format of x and of the y made from it: channels_last if x is that and not contiguous."""
+    return "channels_last" if is_dense(x) and not x.is_contiguous() else "contiguous"
+
+
+def check_tensors(x, dw_weight, pw_weight, dw_bias, pw_bias) -> None:
+    """Types, dtypes, devices and shapes of a call; the exceptions are those of `from_tensors`."""
+    named = {"x": x, "dw_weight": dw_weight, "pw_weight": pw_weight, "dw_bias": dw_bias, "pw_bias": pw_bias}
+    for name, tensor in named.items():
+        if tensor is None and name.endswith("bias"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}, dtype {tensor.dtype}")
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+            raise TypeError(f"{name} has dtype {tensor.dtype}; supported are {', '.join(f'torch.{d}' for d in DTYPES)}")
+        if tensor.dtype != x.dtype:
+            raise RuntimeError(f"x and {name} must have the same dtype, got {x.dtype} and {tensor.dtype}")
+        if tensor.device != x.device:
+            raise RuntimeError(f"x and {name} must be on the same device, got {x.device} and {tensor.device}")
+    if x.dim() not in (3, 4):
+        raise RuntimeError(f"x must be [N,C,H,W] or [C,H,W], got shape {list(x.shape)}")
+    c = x.shape[-3]
+    if dw_weight.dim() != 4:
+        raise RuntimeError(f"dw_weight must be [C,1,kh,kw], got shape {list(dw_weight.shape)}")
+    if dw_weight.shape[1] == 1 and c and dw_weight.shape[0] != c and dw_weight.shape[0] % c == 0:
+        raise ValueError(
+            f"dw_weight has {dw_weight.shape[0]} filters for {c} channels of x; only depth multiplier 1 is supported"
+        )
+    if dw_weight.shape[:2] != (c, 1):
+        raise RuntimeError(
+            f"dw_weight must be [{c},1,kh,kw] for x of shape {list(x.shape)}, got {list(dw_weight.shape)}"
+        )
+    if min(dw_weight.shape[2:]) < 1:
+        raise RuntimeError(f"dw_weight has an empty kernel: shape {list(dw_weight.shape)}")
+    if pw_weight.dim() != 4 or pw_weight.shape[1:] != (c, 1, 1):
+        raise RuntimeError(f"pw_weight must be [O,{c},1,1] for x of shape {list(x.shape)}, got {list(pw_weight.shape)}")
+    if c == 0 or pw_weight.shape[0] == 0:
+        raise RuntimeError(f"x and pw_weight must have at least one channel, got {c} and {pw_weight.shape[0]}")
+    for name, bias, extent in (("dw_bias", dw_bias, c), ("pw_bias", pw_bias, pw_weight.shape[0])):
+        if bias is not None and bias.shape != (extent,):
+            raise RuntimeError(f"{name} must have shape [{extent}], got {list(bias.shape)}")
+
+
+def check_extent(h: int, w: int, kernel, dilation, pads) -> None:
+    """RuntimeError unless the map is not empty and the padded map holds the dilated kernel."""
+    top, bottom, left, right = pads
+    for axis, size, pad, taps, step in (
+        ("height", h, top + bottom, kernel[0], dilation[0]),
+        ("width", w, left + right, kernel[1], dilation[1]),
+    ):
+        if size == 0:
+            raise RuntimeError(f"x has an empty {axis}; only the batch may be empty")
+        extent = step * (taps - 1) + 1
+        if size + pad < extent:
+            raise RuntimeError(
+                f"the kernel's {axis} ({extent} pixels: {taps} taps, dilation {step}) exceeds the padded {axis} of x "
+                f"({size} + {pad})"
+            )

@@ -1,0 +1,146 @@
+"""torch.library: the operator cutlass_sep::depthwise_separable_conv2d, its fake kernel, gradient and autocast rule.
+
+Options arrive resolved: padding as (top, bottom, left, right), stride and dilation as pairs. x is [N,C,H,W].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+
+from . import dispatch, reference
+from .problem import (
+    ACTIVATIONS,
+    PRECISIONS,
+    Pads,
+    check_extent,
+    check_option,
+    check_tensors,
+    layout_of,
+    output_extent,
+)
+
+_PARAMETERS = (
+    "Tensor x, Tensor dw_weight, Tensor pw_weight, Tensor? dw_bias, Tensor? pw_bias, int[2] stride, int[4] padding, "
+    "int[2] dilation, str? mid_activation, str? activation, str fp32_precision"
+)
+# y's layout follows x's, so a compiler must not hand over x with other strides than it traced.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+library = torch.library.Library("cutlass_sep", "DEF")
+library.define(f"depthwise_separable_conv2d({_PARAMETERS}) -> Tensor", tags=_TAGS)
+# Returns the gradients that `needed` marks, of (x, dw_weight, pw_weight, dw_bias, pw_bias), in that order.
+library.define(
+    f"depthwise_separable_conv2d_backward(Tensor grad, {_PARAMETERS}, bool[5] needed) -> Tensor[]", tags=_TAGS
+)
+forward_op = torch.ops.cutlass_sep.depthwise_separable_conv2d.default
+backward_op = torch.ops.cutlass_sep.depthwise_separable_conv2d_backward.default
+
+
+def _forward(
+    x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation, fp32_precision
+) -> Tensor:
+    if x.dim() != 4:
+        raise RuntimeError(f"x must be [N,C,H,W], got shape {list(x.shape)}")
+    return dispatch.run(
+        x, dw_weight, pw_weight, dw_bias, pw_bias, tuple(stride), Pads(*padding), tuple(dilation),
+        mid_activation, activation, fp32_precision,
+    )  # fmt: skip
+
+
+def _forward_fake(
+    x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation, fp32_precision
+) -> Tensor:
+    check_tensors(x, dw_weight, pw_weight, dw_bias, pw_bias)
+    check_option("mid_activation", mid_activation, ACTIVATIONS)
+    check_option("activation", activation, ACTIVATIONS)
+    check_option("fp32_precision", fp32_precision, PRECISIONS)
+    n, _, h, w = x.shape
+    kernel = dw_weight.shape[2:]
+    check_extent(h, w, kernel, dilation, padding)
+    p = output_extent(h, padding[:2], kernel[0], stride[0], dilation[0])
+    q = output_extent(w, padding[2:], kernel[1], stride[1], dilation[1])
+    memory_format = dispatch.MEMORY_FORMATS[layout_of(x)]
+    return torch.empty((n, pw_weight.shape[0], p, q), dtype=x.dtype, device=x.device, memory_format=memory_format)
+
+
+def _backward(
+    grad, x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation,
+    fp32_precision, needed,
+) -> list[Tensor]:  # fmt: skip
+    gradients = reference.depthwise_separable_conv2d_backward(
+        grad, x, dw_weight, pw_weight, dw_bias, pw_bias, tuple(stride), Pads(*padding), tuple(dilation),
+        mid_activation, activation, fp32_precision, tuple(needed),
+    )  # fmt: skip
+    return [g for g in gradients if g is not None]
+
+
+def _backward_fake(grad, x, dw_weight, pw_weight, dw_bias, pw_bias, *options) -> list[Tensor]:
+    inputs = (x, dw_weight, pw_weight, dw_bias, pw_bias)
+    return [torch.empty_like(t) for t, wanted in zip(inputs, options[-1], strict=True) if wanted]
+
+
+class SeparableConv2d(torch.autograd.Function):
+    """The gradient, at the Autograd key. Saved tensors carry version counters: an in-place edit raises in backward."""
+
+    @staticmethod
+    def forward(ctx, keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options):
+        ctx.save_for_backward(x, dw_weight, pw_weight, dw_bias, pw_bias)
+        ctx.options = options
+        with torch._C._AutoDispatchBelowAutograd():
+            keyset = keyset & torch._C._after_autograd_keyset
+            return forward_op.redispatch(keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        needed = ctx.needs_input_grad[1:6]
+        gradients = iter(backward_op(grad, *ctx.saved_tensors, *ctx.options, needed))
+        return None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
+
+
+def _autograd(keyset, *args) -> Tensor:
+    if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+        return SeparableConv2d.apply(keyset, *args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def _autocast(device_type: str):
+    """Casts what autocast casts (floating, not float64); the convolutions inside see no autocast any more."""
+
+    def forward(*args):
+        dtype = torch.get_autocast_dtype(device_type)
+        args = [autocast(a, device_type, dtype) if isinstance(a, Tensor) else a for a in args]
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            return forward_op(*args)
+
+    return forward
+
+
+def autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
+    """`tensor` as autocast of `device_type` to `dtype` hands it to a convolution."""
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
+    return tensor.to(dtype) if eligible else tensor
+
+
+def _backward_without_autocast(*args) -> list[Tensor]:
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        return backward_op(*args)
+
+
+library.impl("depthwise_separable_conv2d", _forward, "CompositeExplicitAutograd")
+library.impl("depthwise_separable_conv2d", _autograd, "Autograd", with_keyset=True)
+library.impl("depthwise_separable_conv2d_backward", _backward, "CompositeExplicitAutograd")
+for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+    library.impl("depthwise_separable_conv2d", _autocast(_device_type), _key)
+    library.impl("depthwise_separable_conv2d_backward", _backward_without_autocast, _key)
+torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d", _forward_fake, lib=library)
+torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d_backward", _backward_fake, lib=library)
