@@ -45,11 +45,8 @@ def depthwise_separable_conv2d(
         RuntimeError: shapes, mixed dtypes or devices. TypeError: other dtypes, sparse or quantised tensors.
         ValueError: option values, a depth multiplier. With CUTLASS_SEP_FALLBACK=0 also whatever prevents the kernel.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and _untouched(x, dw_weight, pw_weight, dw_bias, pw_bias)
-        and not (torch.is_grad_enabled() and _any_requires_grad(x, dw_weight, pw_weight, dw_bias, pw_bias))
-    ):
+    untouched = not torch.compiler.is_compiling() and _untouched(x, dw_weight, pw_weight, dw_bias, pw_bias)
+    if untouched and not (torch.is_grad_enabled() and _any_requires_grad(x, dw_weight, pw_weight, dw_bias, pw_bias)):
         # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
         options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
         if x.dim() == 3:
@@ -67,10 +64,11 @@ def depthwise_separable_conv2d(
     stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
     pads = resolve_padding(padding, tuple(dw_weight.shape[2:]), stride, dilation)
     batched = x if x.dim() == 4 else x.unsqueeze(0)
-    y = torch_ops.forward_op(
+    arguments = (
         batched, dw_weight, pw_weight, dw_bias, pw_bias, stride, pads, dilation,
         mid_activation, activation, fp32_precision,
     )  # fmt: skip
+    y = torch_ops.SeparableConv2d.apply(None, *arguments) if untouched else torch_ops.forward_op(*arguments)
     return y if x.dim() == 4 else y.squeeze(0)
 
 
@@ -83,7 +81,7 @@ _jit_tracing = torch._C._get_tracing_state
 
 
 def _untouched(*tensors: Tensor | None) -> bool:
-    """Whether no mode, transform, autocast, tracer or tensor subclass wants to see this call (not for torch.compile)."""
+    """Whether no mode, transform, autocast, tracer or subclass wants to see this call (outside torch.compile)."""
     for tensor in tensors:
         if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or tensor.is_meta):
             return False

@@ -15,8 +15,8 @@ class DepthwiseSeparableConv2d(nn.Module):
     """`pointwise(mid_activation(depthwise(x)))` with an activation behind it, as one kernel on a GPU.
 
     The children `depthwise` and `pointwise` are nn.Conv2d and hold the parameters: depthwise.weight [C,1,kh,kw],
-    pointwise.weight [O,C,1,1] and, with `bias`, depthwise.bias [C], pointwise.bias [O]. They are read at each call. When
-    a child carries hooks, parametrizations or another class, or no longer fits the operator, both are called the plain
+    pointwise.weight [O,C,1,1] and, with `bias`, depthwise.bias [C], pointwise.bias [O]. They are read at each call. If
+    one carries hooks, parametrizations or another class, or no longer fits the operator, both are called the plain
     way; then torch's own precision flags hold.
 
     Arguments are those of nn.Conv2d, `kernel_size` to `dilation` for the depthwise convolution. Raises ValueError for
@@ -71,8 +71,11 @@ class DepthwiseSeparableConv2d(nn.Module):
 
     def call(self, x: Tensor) -> tuple[tuple, dict]:
         """Arguments of the function that forward(x) stands for while `plain_reason()` is None."""
-        depthwise, pointwise = self.depthwise, self.pointwise
-        arguments = (x, depthwise.weight, pointwise.weight, depthwise.bias, pointwise.bias)
+        depthwise, pointwise = self._modules["depthwise"], self._modules["pointwise"]
+        arguments = (
+            x, _tensor(depthwise, "weight"), _tensor(pointwise, "weight"), _tensor(depthwise, "bias"),
+            _tensor(pointwise, "bias"),
+        )  # fmt: skip
         options = {
             "stride": depthwise.stride,
             "padding": depthwise.padding,
@@ -85,7 +88,7 @@ class DepthwiseSeparableConv2d(nn.Module):
 
     def plain_reason(self) -> str | None:
         """Why forward() calls the children one by one, or None if it does not."""
-        depthwise, pointwise = self.depthwise, self.pointwise
+        depthwise, pointwise = self._modules["depthwise"], self._modules["pointwise"]
         if not (_is_bare(depthwise) and _is_bare(pointwise)):
             return "a child carries hooks, parametrizations or another class than nn.Conv2d"
         if (
@@ -103,6 +106,12 @@ class DepthwiseSeparableConv2d(nn.Module):
     def extra_repr(self) -> str:
         names = ("mid_activation", "activation", "fp32_precision")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def _tensor(child: nn.Module, name: str) -> Tensor | None:
+    """child.<name>, without the cost of nn.Module.__getattr__ where it is a parameter as usual."""
+    parameters = child._parameters
+    return parameters[name] if name in parameters else getattr(child, name)
 
 
 def _is_bare(child: nn.Module) -> bool:

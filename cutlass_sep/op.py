@@ -1,7 +1,7 @@
 """Emit and run: an operator for exactly one problem, whose source, cubin and schedule can be looked at and replaced.
 
-Nothing here falls back: what cannot be emitted, compiled or launched raises. Example tensors may be meta or CPU tensors,
-so no GPU is needed to emit or compile.
+Nothing here falls back: what cannot be emitted, compiled or launched raises. Example tensors may be meta or CPU
+tensors, so no GPU is needed to emit or compile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = ("x", "dw_weight", "pw_weight", "dw_bias", "pw_bias")
 
 @dataclass(frozen=True)
 class Compiled:
-    """cubin: the ELF image. resources: by kernel name. cache_hit: no compiler ran. build_seconds: of the run that did."""
+    """cubin: the ELF image. resources: by kernel name. cache_hit: no compiler ran. build_seconds: what it took."""
 
     cubin: bytes
     resources: dict[str, Resources]
@@ -43,7 +43,7 @@ class DepthwiseSeparableConv2d:
     """The operator for the shapes, dtype, layout and options of the example tensors.
 
     Attributes: `problem`, `arch` ("sm_90a"; default: CUTLASS_SEP_ARCH, else the example's GPU, else the current one,
-    else sm_90a), `path` ("sm90", "portable" or, only if asked for, "torch"), `schedule` (None on path "torch"), `reason`.
+    else sm_90a), `path` ("sm90", "portable" or, only if asked for, "torch"), `schedule` (None for "torch"), `reason`.
 
     `schedule` is a Schedule or its JSON (a dict). Raises Unsupported with the reason if the path or schedule asked for
     cannot run the problem, or no kernel can; otherwise as `SeparableConv2dProblem.from_tensors`.

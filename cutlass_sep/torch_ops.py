@@ -83,12 +83,17 @@ def _backward_fake(grad, x, dw_weight, pw_weight, dw_bias, pw_bias, *options) ->
 
 
 class SeparableConv2d(torch.autograd.Function):
-    """The gradient, at the Autograd key. Saved tensors carry version counters: an in-place edit raises in backward."""
+    """The gradient. Saved tensors carry version counters: an in-place edit raises in backward.
+
+    `keyset` is that of the dispatcher, or None for a call that did not come through it.
+    """
 
     @staticmethod
     def forward(ctx, keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options):
         ctx.save_for_backward(x, dw_weight, pw_weight, dw_bias, pw_bias)
         ctx.options = options
+        if keyset is None:
+            return dispatch.run(x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
         with torch._C._AutoDispatchBelowAutograd():
             keyset = keyset & torch._C._after_autograd_keyset
             return forward_op.redispatch(keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
