@@ -1,0 +1,215 @@
+"""The results files: schema, merging, and the digest that ties numbers to the kernels they were measured with."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import json
+import os
+import tokenize
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .. import compiler, source
+from ..problem import SeparableConv2dProblem, resolve_padding
+from ..schedule import Schedule
+
+SCHEMA = 1
+OWN = "cutlass_sep"
+
+_SHAPE = ("N", "C", "O", "H", "W", "kernel", "stride", "padding", "dilation")
+_ALLOWED: dict[str, tuple] = {
+    "op": ("dwsep2d",),
+    "dtype": ("float32", "float16", "bfloat16"),
+    "layout": ("contiguous", "channels_last"),
+    "fp32_precision": ("ieee", "tf32", None),
+    "impl": (OWN, "eager", "compile", "compile-max-autotune"),
+    "timing": ("events", "cuda_graph"),
+    "path": ("sm90", "portable", "torch", None),
+    "floor_kind": ("bytes", "tensor"),
+}
+_NUMBERS = ("median_ms", "p10_ms", "p90_ms", "runs", "floor_ms", "rel_error", "max_abs_error")
+#: What a row measures, as opposed to what came out: two rows with equal keys replace each other.
+_KEY = (
+    "id", "op", "shape", "dw_bias", "pw_bias", "mid_activation", "activation", "dtype", "layout", "fp32_precision",
+    "impl", "timing", "path", "form", "schedule", "arch",
+)  # fmt: skip
+_FIELDS = (*_KEY, *_NUMBERS, "floor_kind")
+#: A row replaces another one that differs only in what the planner chose.
+_CHOSEN = ("path", "form", "schedule", "arch")
+
+
+def shape_of(problem: SeparableConv2dProblem, padding: Any) -> dict[str, Any]:
+    """The `shape` entry of a row; `padding` as a call states it."""
+    return {
+        "N": problem.n, "C": problem.c, "O": problem.o, "H": problem.h, "W": problem.w, "kernel": list(problem.kernel),
+        "stride": list(problem.stride), "padding": padding if isinstance(padding, str) else list(padding),
+        "dilation": list(problem.dilation),
+    }  # fmt: skip
+
+
+def problem_of(row: dict[str, Any]) -> SeparableConv2dProblem:
+    """The problem a row measured, with the alignment of tensors that torch allocates."""
+    shape = row["shape"]
+    kernel, stride, dilation = (tuple(shape[name]) for name in ("kernel", "stride", "dilation"))
+    return SeparableConv2dProblem(
+        n=shape["N"], c=shape["C"], h=shape["H"], w=shape["W"], o=shape["O"], kernel=kernel, stride=stride,
+        padding=resolve_padding(shape["padding"], kernel, stride, dilation), dilation=dilation, dtype=row["dtype"],
+        layout=row["layout"], dw_bias=row["dw_bias"], pw_bias=row["pw_bias"], mid_activation=row["mid_activation"],
+        activation=row["activation"], fp32_precision=row["fp32_precision"], alignment=1,
+    ).with_alignment()  # fmt: skip
+
+
+def row_key(row: dict[str, Any]) -> str:
+    """Canonical text of what a row measures."""
+    return _canonical({name: row.get(name) for name in _KEY})
+
+
+def validate(results: dict[str, Any]) -> None:
+    """Raise ValueError naming the first thing that is not as the results format says."""
+    for name in ("schema", "digest", "environment", "ceilings", "rows"):
+        if name not in results:
+            raise ValueError(f"results have no {name!r}")
+    if results["schema"] != SCHEMA:
+        raise ValueError(f"results have schema {results['schema']!r}; this version reads {SCHEMA}")
+    for name in ("gpu", "driver", "torch", "cudnn", "nvrtc", "cutlass", "date"):
+        if name not in results["environment"]:
+            raise ValueError(f"environment has no {name!r}")
+    seen = set()
+    for i, row in enumerate(results["rows"]):
+        where = f"row {i} ({row.get('id')!r}, {row.get('impl')!r})"
+        _validate_row(where, row)
+        key = row_key(row)
+        if key in seen:
+            raise ValueError(f"{where} is there twice")
+        seen.add(key)
+
+
+def _validate_row(where: str, row: dict[str, Any]) -> None:
+    missing = [name for name in _FIELDS if name not in row]
+    if missing:
+        raise ValueError(f"{where} has no {', '.join(missing)}")
+    for name, allowed in _ALLOWED.items():
+        if row[name] not in allowed:
+            raise ValueError(f"{where}: {name}={row[name]!r} must be one of {', '.join(map(repr, allowed))}")
+    if tuple(row["shape"]) != _SHAPE:
+        raise ValueError(f"{where}: shape must have {', '.join(_SHAPE)}, has {', '.join(row['shape'])}")
+    if (row["dtype"] == "float32") != (row["fp32_precision"] is not None):
+        raise ValueError(f"{where}: fp32_precision={row['fp32_precision']!r} does not fit dtype {row['dtype']!r}")
+    for name in _NUMBERS:
+        if not isinstance(row[name], (int, float)) or isinstance(row[name], bool) or not row[name] >= 0:
+            raise ValueError(f"{where}: {name}={row[name]!r} must be a number >= 0")
+    low, middle, high = (row[name] for name in ("p10_ms", "median_ms", "p90_ms"))
+    if not 0 < low <= middle <= high:
+        raise ValueError(f"{where}: p10 {low}, median {middle} and p90 {high} ms are out of order")
+    own = row["impl"] == OWN
+    if own != (row["path"] is not None):
+        raise ValueError(f"{where}: path={row['path']!r}; own rows name one, peers have none")
+    if own and (row["path"] == "torch") != (row["schedule"] is None):
+        raise ValueError(f"{where}: a row has a schedule unless its path is 'torch'")
+    if not own and "measured" not in row:
+        raise ValueError(f"{where}: a peer's row must say where and when it was measured")
+
+
+def merge(results: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
+    """Put rows into results; a row for the same measurement replaces the old one whatever the planner chose then."""
+    table = {_measurement(row): row for row in results["rows"]}
+    table.update((_measurement(row), row) for row in rows)
+    results["rows"] = sorted(table.values(), key=lambda row: (row["id"], row_key(row)))
+
+
+def _measurement(row: dict[str, Any]) -> str:
+    kept = [name for name in _KEY if row.get("forced") or name not in _CHOSEN]
+    return _canonical({"forced": row.get("forced", False), **{name: row.get(name) for name in kept}})
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A results file, validated. Raises ValueError naming the file."""
+    try:
+        results = json.loads(path.read_text())
+        validate(results)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return results
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Validate, set the digest and write atomically."""
+    results["digest"] = digest(results["rows"])
+    validate(results)
+    write_json(path, results)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON atomically, creating folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    os.replace(temporary, path)
+
+
+def digest(rows: Iterable[dict[str, Any]]) -> str:
+    """sha256 over what the own rows were measured with.
+
+    Covers, sorted: each row's key, the source that its recorded schedule renders to now, the compile options without
+    paths; the CUTLASS version; the launch module without comments and docstrings. Not the NVRTC version.
+    """
+    own = [row for row in rows if row["impl"] == OWN]
+    return _digest((row_key(row), *_kernel_text(problem_of(row), row["schedule"], row["arch"])) for row in own)
+
+
+def digest_of_problems(ran: Iterable[dict[str, Any]]) -> str:
+    """The same over the `problems` of tests/gpu/results.json: {"problem", "path", "schedule", "arch"} each."""
+    problems = [(entry, SeparableConv2dProblem.from_json(entry["problem"])) for entry in ran]
+    return _digest((_canonical(e), *_kernel_text(problem, e["schedule"], e["arch"])) for e, problem in problems)
+
+
+def check_digest(path: Path) -> tuple[str, str, str | None]:
+    """(recorded digest, digest of the same rows or problems with the code as it is now, why the file is stale or None).
+
+    Raises ValueError for a file that is neither a benchmark's nor a test run's results.
+    """
+    data = json.loads(path.read_text())
+    if not isinstance(data, dict) or not ("rows" in data or "problems" in data):
+        raise ValueError("it has neither rows nor problems")
+    now = digest(data["rows"]) if "rows" in data else digest_of_problems(data["problems"])
+    return data["digest"], now, data.get("stale")
+
+
+def _kernel_text(problem: SeparableConv2dProblem, schedule: dict[str, Any] | None, arch: str) -> tuple[str, list[str]]:
+    """(source, options) of a recorded schedule; empty for path "torch"."""
+    if schedule is None:
+        return "", []
+    return source.render(problem, Schedule.from_json(schedule), arch), list(compiler.option_strings(arch))
+
+
+def _digest(entries: Iterable[tuple[str, str, list[str]]]) -> str:
+    launch = strip_prose((Path(__file__).parent.parent / "kernel.py").read_text())
+    document = {"rows": sorted(entries), "cutlass": metadata.version("nvidia-cutlass"), "launch": launch}
+    return hashlib.sha256(_canonical(document).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def strip_prose(text: str) -> str:
+    """Python source without comments, docstrings and blanks at the ends; the same under every Python version."""
+    lines = text.splitlines()
+    drop: list[tuple[int, int, int, int]] = []  # (first line, column, last line, column), lines from 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            drop.append((token.start[0] - 1, token.start[1], token.end[0] - 1, token.end[1]))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                # ast counts columns in UTF-8 bytes; a docstring stands alone on its lines, so only whole lines go.
+                drop.append((first.lineno - 1, 0, first.end_lineno - 1, len(lines[first.end_lineno - 1])))
+    for first_line, first_column, last_line, last_column in sorted(drop, reverse=True):
+        head, tail = lines[first_line][:first_column], lines[last_line][last_column:]
+        lines[first_line : last_line + 1] = [head + tail, *[""] * (last_line - first_line)]
+    return "\n".join(stripped for line in lines if (stripped := line.rstrip()))

@@ -1,0 +1,255 @@
+"""One case after the other: check values, then time cutlass_sep and its peers interleaved, and write results rows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from .. import arch as archs
+from .. import functional, op
+from ..explain import explain
+from ..problem import LAYOUTS, SeparableConv2dProblem
+from . import accuracy, ceilings, inputs, peers, results, timing
+from .inputs import Case, Tensors
+from .peers import Unfair
+
+#: A row may be this much slower than the best of its peers.
+SLOWER_ALLOWED = 1.03
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure beside what.
+
+    layouts, peer_layouts: memory formats of x, for cutlass_sep and for every peer. path: None for the planner's pick.
+    samples: timed samples a candidate.
+    """
+
+    layouts: Sequence[str] = LAYOUTS
+    peer_layouts: Sequence[str] = LAYOUTS
+    peers: Sequence[str] = ("eager",)
+    timings: Sequence[str] = ("events",)
+    path: str | None = None
+    samples: int = 40
+
+
+@dataclass
+class Outcome:
+    """The rows of one case, and sentences about what was wrong: refused candidates, times that cannot be."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class WrongValues(RuntimeError):
+    """A candidate's output is not within the limits that accuracy.limits sets."""
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One row to be: `call` takes the tensors of one input set, already in `layout`."""
+
+    impl: str
+    layout: str
+    call: Callable[[Tensors], torch.Tensor]
+    about: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.impl} {self.layout}"
+
+
+def measure(
+    case: Case, plan: Plan, ceil: dict[str, float], environment: dict[str, Any], device: torch.device
+) -> Outcome:
+    """All rows of one case, whose own layout is ignored: `plan` says which to measure.
+
+    A candidate whose values are wrong, whose time is impossible or whose precision is not the row's gets no row and a
+    sentence in `problems`.
+    """
+    outcome = Outcome()
+    torch.compiler.reset()
+    with torch.cuda.device(device), torch.no_grad(), peers.flags(case.problem.fp32_precision):
+        sets = timing.rotation(case.problem.bytes, torch.cuda.get_device_properties(device).L2_cache_size)
+        drawn = {layout: _input_sets(case, layout, sets, device) for layout in LAYOUTS}
+        ready, errors = _ready(case, plan, drawn, outcome)
+        for kind in plan.timings:
+            timed = _candidates_for(kind, ready, drawn, sets, device)
+            times = timing.interleaved(timed, sets=sets, samples=plan.samples, device=device)
+            for candidate in ready:
+                what = f"{case.id} {candidate.name} {case.problem.dtype} ({kind})"
+                try:
+                    ceilings.check_possible(what, case.problem, times[candidate.name].median_ms, ceil)
+                except Unfair as error:
+                    outcome.problems.append(str(error))
+                    continue
+                row = _row(case, candidate, kind, times[candidate.name], errors[candidate.name], ceil)
+                if candidate.impl != results.OWN:
+                    row["measured"] = environment
+                outcome.rows.append(row)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return outcome
+
+
+def _input_sets(case: Case, layout: str, sets: int, device: torch.device) -> list[Tensors]:
+    """Fresh tensors for each input set; weights are the same tensors in all of them, as in a layer."""
+    first = inputs.tensors(replace(case.problem, layout=layout), device)
+    return [first, *(replace(first, x=torch.randn_like(first.x)) for _ in range(sets - 1))]
+
+
+def _ready(case: Case, plan: Plan, drawn: dict[str, list[Tensors]], outcome: Outcome) -> tuple[list[_Candidate], dict]:
+    """The candidates whose values are right on the first and the last input set, warm, and their errors."""
+    ready, found = [], {}
+    for layout in LAYOUTS:
+        problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+        names = [results.OWN] * (layout in plan.layouts) + list(plan.peers) * (layout in plan.peer_layouts)
+        for impl in names:
+            name = f"{impl} {layout}"
+            try:
+                own_row = impl == results.OWN
+                candidate = own(problem, plan.path, drawn[layout][0]) if own_row else _peer(impl, problem)
+                for tensors in (drawn[layout][0], drawn[layout][-1]):
+                    found[name] = check_values(impl, candidate.call, problem, tensors)
+            except Exception as error:  # a peer that does not compile must not cost the other rows
+                outcome.problems.append(f"{case.id} {name} {problem.dtype}: {type(error).__name__}: {error}")
+            else:
+                ready.append(candidate)
+    return ready, found
+
+
+def own(problem: SeparableConv2dProblem, path: str | None, example: Tensors) -> _Candidate:
+    """cutlass_sep as a user calls it: the functional form, or the op where a path is forced."""
+    options = inputs.options(problem)
+    call = functional.depthwise_separable_conv2d
+    if path is None:
+        run, chosen = (lambda t: call(*t, **options)), explain(call, *example, **options)
+    else:
+        chosen = op.DepthwiseSeparableConv2d(*example, **options, path=path)
+        run = lambda t: chosen.run(*t)  # noqa: E731
+    about = {
+        "path": chosen.path,
+        "form": None,
+        "schedule": chosen.schedule.to_json() if chosen.schedule else None,
+        "arch": archs.of_device(example.x.device.index),
+    }
+    return _Candidate(results.OWN, problem.layout, run, about | ({"forced": True} if path else {}))
+
+
+def _peer(impl: str, problem: SeparableConv2dProblem) -> _Candidate:
+    call = peers.build(impl, problem)
+    about = {"path": None, "form": None, "schedule": None, "arch": None}
+    return _Candidate(impl, problem.layout, lambda t: call(*t), about)
+
+
+def check_values(
+    impl: str, call: Callable[[Tensors], torch.Tensor], problem: SeparableConv2dProblem, tensors: Tensors
+) -> accuracy.Errors:
+    """The errors of one call on tensors it has not seen; WrongValues outside the limits.
+
+    Memory that the call may get for its output is filled with NaN first, so that an output nobody wrote is found out.
+    """
+    shape = (problem.n, problem.o, problem.p, problem.q)
+    poison = torch.full(shape, float("nan"), dtype=tensors.x.dtype, device=tensors.x.device)
+    del poison
+    y = call(tensors)
+    if y.shape != shape or y.dtype != tensors.x.dtype:
+        raise WrongValues(f"returned {y.dtype} {list(y.shape)}, not {tensors.x.dtype} {list(shape)}")
+    verdict = accuracy.judge_one(problem, tensors, y)
+    found = verdict.ours
+    if impl == results.OWN and not verdict.ok:
+        raise WrongValues(
+            f"relative error {found.rel:.3g} (allowed {verdict.rel_limit:.3g}), largest {found.max_abs:.3g} "
+            f"(allowed {verdict.max_abs_limit or 'any'})"
+        )
+    if impl != results.OWN and not found.rel <= accuracy.peer_limit(problem):
+        raise WrongValues(
+            f"relative error {found.rel:.3g}, more than {accuracy.peer_limit(problem):.3g} at this precision"
+        )
+    return found
+
+
+def _candidates_for(
+    kind: str, ready: Iterable[_Candidate], drawn: dict[str, list[Tensors]], sets: int, device: torch.device
+) -> dict[str, timing.Candidate]:
+    timed = {}
+    for candidate in ready:
+
+        def call(i: int, candidate=candidate, sets_=drawn[candidate.layout]) -> torch.Tensor:
+            return candidate.call(sets_[i])
+
+        call(0)
+        timed[candidate.name] = timing.as_graph(call, sets, device) if kind == "cuda_graph" else timing.Candidate(call)
+    return timed
+
+
+def _row(
+    case: Case, candidate: _Candidate, kind: str, times: timing.Times, errors: accuracy.Errors, ceil: dict[str, float]
+) -> dict[str, Any]:
+    problem = case.problem
+    floor_ms, floor_kind = ceilings.floor(problem, ceil)
+    row = {
+        "id": case.id,
+        "op": "dwsep2d",
+        "shape": results.shape_of(problem, inputs.padding_argument(problem)),
+        "dw_bias": problem.dw_bias,
+        "pw_bias": problem.pw_bias,
+        "mid_activation": problem.mid_activation,
+        "activation": problem.activation,
+        "dtype": problem.dtype,
+        "layout": candidate.layout,
+        "fp32_precision": problem.fp32_precision,
+        "impl": candidate.impl,
+        "timing": kind,
+        **candidate.about,
+        **times.to_json(),
+        "floor_ms": floor_ms,
+        "floor_kind": floor_kind,
+        "rel_error": errors.rel,
+        "max_abs_error": errors.max_abs,
+    }
+    if case.note:
+        row["note"] = case.note
+    return row
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One own row beside the fastest of its peers, over both layouts. `speedup` is peer time over own time."""
+
+    row: dict[str, Any]
+    peer: dict[str, Any]
+
+    @property
+    def speedup(self) -> float:
+        return self.peer["median_ms"] / self.row["median_ms"]
+
+    @property
+    def ok(self) -> bool:
+        """Path "torch" is held against eager alone, every other path against all peers."""
+        return self.row["median_ms"] <= SLOWER_ALLOWED * self.peer["median_ms"]
+
+
+def compare(rows: Iterable[dict[str, Any]]) -> list[Comparison]:
+    """Each own row beside its best peer of the same shape, dtype, precision and timing; without one it is left out."""
+    rows = list(rows)
+    comparisons = []
+    for row in rows:
+        if row["impl"] != results.OWN:
+            continue
+        fair = [peer for peer in rows if peer["impl"] != results.OWN and _is_peer(row, peer)]
+        if fair:
+            comparisons.append(Comparison(row, min(fair, key=lambda peer: peer["median_ms"])))
+    return comparisons
+
+
+def _is_peer(row: dict[str, Any], peer: dict[str, Any]) -> bool:
+    try:
+        peers.comparable(row, peer)
+    except Unfair:
+        return False
+    return row["path"] != "torch" or peer["impl"] == "eager"

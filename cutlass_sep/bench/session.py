@@ -1,0 +1,142 @@
+"""A benchmark session: cases one after the other, progress shown, a results file kept up to date after each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..console import Output
+from . import ceilings, environment, inputs, overhead, peers, results, runner, startup
+from .inputs import Case
+
+#: (dtype, fp32_precision) measured when the arguments name none.
+LEAD_VARIANTS = (("float32", "ieee"), ("bfloat16", None), ("float16", None), ("float32", "tf32"))
+LAYER_VARIANTS = (("float32", "ieee"), ("bfloat16", None))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure. `peers` None: eager, on the lead shape all. `append`: keep the other rows of the output file."""
+
+    cases: Sequence[Case]
+    peers: Sequence[str] | None = None
+    timings: Sequence[str] = ("events",)
+    path: str | None = None
+    samples: int = 40
+    startup: bool = False
+    output: Path | None = None
+    append: bool = False
+
+
+@dataclass
+class Finished:
+    """The results so far, and sentences about what was refused."""
+
+    results: dict[str, Any]
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and all(comparison.ok for comparison in runner.compare(self.measured))
+
+    def to_json(self) -> dict[str, Any]:
+        named = ("id", "dtype", "layout", "timing")
+        slower = [
+            {**{name: c.row[name] for name in named}, "speedup": c.speedup}
+            for c in runner.compare(self.measured)
+            if not c.ok
+        ]
+        gpu = self.results["environment"]["gpu"]
+        return {"ok": self.ok, "gpu": gpu, "problems": self.problems, "slower": slower, "results": self.results}
+
+
+def run(request: Request, device: torch.device, output: Output) -> Finished:
+    """Measure every case and print a table; the output file, if any, is whole after each case."""
+    where = environment.describe(device)
+    with output.working("measuring the ceilings of this device"):
+        limits = ceilings.measure(device)
+    finished = Finished(_start(request, where, limits))
+    with output.working("measuring", total=len(request.cases)) as advance:
+        for case in request.cases:
+            plan = runner.Plan(
+                peers=_peers(request, case), timings=request.timings, path=request.path, samples=request.samples
+            )
+            measured = runner.measure(case, plan, limits, where, device)
+            finished.measured += measured.rows
+            finished.problems += measured.problems
+            results.merge(finished.results, measured.rows)
+            _keep(request, finished)
+            advance(f"{case.id} {case.problem.dtype}")
+    if request.startup:
+        with output.working("timing starts and calls", total=2) as advance:
+            finished.results["startup"] = startup.measure(inputs.lead().problem)
+            advance()
+            finished.results["overhead_us"] = overhead.measure(device)
+            advance()
+        _keep(request, finished)
+    finished.results["digest"] = results.digest(finished.results["rows"])
+    show(finished.measured, output)
+    _show_extras(finished.results if request.startup else {}, output)
+    for sentence in finished.problems:
+        output.warn(sentence)
+    return finished
+
+
+def _start(request: Request, where: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
+    fresh = {"schema": results.SCHEMA, "digest": "", "environment": where, "ceilings": limits, "rows": []}
+    if not (request.append and request.output and request.output.exists()):
+        return fresh
+    old = results.load(request.output)
+    kept = {name: old[name] for name in ("rows", "startup", "overhead_us") if name in old}
+    return fresh | kept
+
+
+def _peers(request: Request, case: Case) -> Sequence[str]:
+    if request.peers is not None:
+        return request.peers
+    return peers.PEERS if inputs.is_lead(case.problem) else ("eager",)
+
+
+def _keep(request: Request, finished: Finished) -> None:
+    if request.output is not None:
+        results.save(request.output, finished.results)
+
+
+def show(rows: Sequence[dict[str, Any]], output: Output) -> None:
+    """A table of rows, own rows with the speed-up over their best peer."""
+    speedups = {results.row_key(c.row): f"{c.speedup:.2f}x{'' if c.ok else ' SLOWER'}" for c in runner.compare(rows)}
+    table = []
+    for row in sorted(rows, key=lambda row: (row["id"], row["dtype"], row["fp32_precision"] or "", row["median_ms"])):
+        moved = results.problem_of(row).bytes / row["median_ms"] / 1e9
+        table.append(
+            (
+                row["id"],
+                " ".join(filter(None, (row["dtype"], row["fp32_precision"]))),
+                row["layout"],
+                row["impl"] + (f" ({row['path']})" if row["path"] else ""),
+                row["timing"],
+                f"{row['median_ms']:.4f}",
+                f"{row['p10_ms']:.4f}-{row['p90_ms']:.4f}",
+                f"{100 * row['floor_ms'] / row['median_ms']:.0f} %",
+                f"{moved:.2f}",
+                f"{row['rel_error']:.2g}",
+                speedups.get(results.row_key(row), ""),
+            )
+        )
+    columns = "id", "dtype", "layout", "by", "timing", "ms", "p10-p90", "of floor", "TB/s", "error", "over best peer"
+    output.table("median times", columns, table)
+
+
+def _show_extras(extras: dict[str, Any], output: Output) -> None:
+    for name, times in extras.get("startup", {}).items():
+        output.say(
+            f"{name} start to the first result: {times['total_ms']:.0f} ms (emit {times['emit_ms']:.0f}, "
+            f"compile {times['compile_ms']:.0f}, load and run {times['load_and_run_ms']:.0f})"
+        )
+    for name, value in extras.get("overhead_us", {}).items():
+        output.say(f"host time of one call, {name}: {value:.2f} us")

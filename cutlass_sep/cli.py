@@ -1,0 +1,193 @@
+"""The command line.
+
+Exit status: 0 right, 1 a value or speed check failed, 2 wrong usage, 3 the environment lacks something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .console import Output
+from .errors import CompileError, EnvironmentProblem, Unsupported
+from .problem import ACTIVATIONS, KERNEL_DTYPES, LAYOUTS, PRECISIONS
+
+OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
+
+
+class UsageError(Exception):
+    """Wrong arguments; the message says which and what is allowed."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports through `main`, so that --json answers with an object here too."""
+
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{self.prog}: {message}\n{self.format_usage().rstrip()}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    output = Output(as_json="--json" in argv)
+    try:
+        args = parser().parse_args(argv)
+        status, data = args.command(args, output)
+    except UsageError as error:
+        status, data = USAGE, _failure(output, error)
+    except Unsupported as error:
+        status, data = USAGE, _failure(output, error)
+    except EnvironmentProblem as error:
+        status, data = ENVIRONMENT, _failure(output, error)
+    except CompileError as error:
+        status, data = FAILED, _failure(output, error)
+    output.result(data)
+    return status
+
+
+def _failure(output: Output, error: Exception) -> dict[str, Any]:
+    output.warn(str(error))
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = _Parser(prog="cutlass-sep", description="Fused depthwise-separable convolutions, one kernel for each shape.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    problem = _problem_arguments()
+    common = _Parser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
+
+    def add(to, name: str, text: str, command: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        sub = to.add_parser(name, help=text, description=text, parents=[common, *parents])
+        sub.set_defaults(command=_lazy(command))
+        return sub
+
+    text = "Emit, compile, and on a GPU run one problem and compare it with float64 and cuDNN."
+    add(commands, "demo", text, "demo", problem)
+    emit = add(commands, "emit", "Write the CUDA C++ of a problem's kernel.", "emit", problem)
+    emit.add_argument("--output", type=Path, metavar="FILE", help="write the source there instead of to stdout")
+    emit.add_argument(
+        "--project", type=Path, metavar="DIR", help="write a stand-alone project with its own check.py there"
+    )
+    compile_ = add(commands, "compile", "Compile a problem's kernel and show what it takes.", "compile", problem)
+    compile_.add_argument("--output", type=Path, metavar="FILE", help="write the cubin there")
+    text = "Compare a problem's results with float64 on fresh data (needs a GPU)."
+    verify = add(commands, "verify", text, "verify", problem)
+    verify.add_argument("--seed", type=int, help="seed of the data (default: a new one, which is printed)")
+    _bench_arguments(
+        add(commands, "bench", "Time problems beside PyTorch's convolutions (needs a GPU).", "bench", problem)
+    )
+
+    cache = commands.add_parser("cache", help="The disk cache.").add_subparsers(required=True, metavar="ACTION")
+    add(cache, "info", "Where the cache lies and how full it is.", "cache_info")
+    add(cache, "list", "The kernels in it.", "cache_list")
+    add(cache, "clear", "Remove them.", "cache_clear")
+    warm = add(cache, "warm", "Compile what a problem, or every layer of a file, will need.", "cache_warm", problem)
+    warm.add_argument("--layers", type=Path, metavar="FILE", help="JSON lines of layers, as benchmarks/layers.jsonl")
+
+    add(commands, "doctor", "What this machine has and lacks.", "doctor")
+    digest = add(commands, "digest", "Compare results files with the kernels as they are now.", "digest")
+    digest.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="default: the results files of this checkout"
+    )
+    return top
+
+
+def _lazy(name: str) -> Callable[[argparse.Namespace, Output], tuple[int, dict[str, Any]]]:
+    """A command by name. Imported when it runs: the parser and --help need neither torch's CUDA nor the compiler."""
+
+    def run(args: argparse.Namespace, output: Output) -> tuple[int, dict[str, Any]]:
+        from . import commands
+
+        return getattr(commands, name)(args, output)
+
+    return run
+
+
+def _problem_arguments() -> argparse.ArgumentParser:
+    parent = _Parser(add_help=False)
+    text = "default: the lead shape, [16,64,512,512] -> 128 channels, 3x3, padding 1"
+    group = parent.add_argument_group("problem", text)
+    group.add_argument(
+        "--op", choices=("dwsep2d",), default="dwsep2d", help="the operator: depthwise then pointwise, 2-D"
+    )
+    group.add_argument("--shape", type=_extents(4), default=(16, 64, 512, 512), metavar="N,C,H,W", help="shape of x")
+    group.add_argument("--out-channels", type=_extent, default=128, metavar="O")
+    group.add_argument("--kernel", type=_extents(1, 2), default=(3, 3), metavar="K[,K]")
+    group.add_argument("--stride", type=_extents(1, 2), default=(1, 1), metavar="S[,S]")
+    group.add_argument("--padding", type=_padding, default=(1, 1), metavar="P[,P]|same|valid")
+    group.add_argument("--dilation", type=_extents(1, 2), default=(1, 1), metavar="D[,D]")
+    group.add_argument(
+        "--bias", action=argparse.BooleanOptionalAction, default=False, help="a bias on both convolutions"
+    )
+    group.add_argument("--dtype", choices=tuple(KERNEL_DTYPES), default=None, help="default: float32")
+    group.add_argument("--layout", choices=LAYOUTS, default=None, help="memory format of x; default: contiguous")
+    activations = tuple(name or "none" for name in ACTIVATIONS)
+    group.add_argument("--mid-activation", choices=activations, default="none", help="after the depthwise convolution")
+    group.add_argument("--activation", choices=activations, default="none", help="after the pointwise convolution")
+    group.add_argument("--fp32-precision", choices=PRECISIONS, default=None, help="default: ieee")
+    group.add_argument("--arch", help="target, e.g. sm_90a; default: $CUTLASS_SEP_ARCH, else the GPU's, else sm_90a")
+    group.add_argument("--path", choices=("sm90", "portable"), help="default: what the planner picks")
+    return parent
+
+
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "--suite", metavar="lead|FILE",
+        help="'lead' (the lead shape in every dtype) or a file of layers; default: the one problem of the arguments",
+    )  # fmt: skip
+    bench.add_argument(
+        "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
+    )
+    bench.add_argument(
+        "--peers", type=_names, metavar="P[,P]",
+        help="eager, compile, compile-max-autotune; default: eager, on the lead shape all three",
+    )  # fmt: skip
+    bench.add_argument("--timing", type=_names, default=("events",), metavar="T[,T]", help="events, cuda_graph")
+    bench.add_argument("--samples", type=_extent, default=40, help="timed samples of each implementation")
+    bench.add_argument("--startup", action="store_true", help="also time cold and warm starts, and host time per call")
+    bench.add_argument("--output", type=Path, metavar="FILE", help="write the results there")
+    bench.add_argument("--append", action="store_true", help="keep what the file has of other measurements")
+
+
+def _extent(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
+    return value
+
+
+def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser of comma-separated integers >= 0; one value where two are possible counts for both axes."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        try:
+            values = tuple(int(part) for part in text.split(","))
+        except ValueError:
+            values = ()
+        if len(values) not in counts or min(values) < 0:
+            wanted = " or ".join(map(str, counts))
+            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted} integers >= 0, separated by commas")
+        return values * 2 if 2 in counts and len(values) == 1 else values
+
+    return parse
+
+
+def _padding(text: str) -> tuple[int, ...] | str:
+    return text if text in ("same", "valid") else _extents(1, 2)(text)
+
+
+def _row_range(text: str) -> slice:
+    try:
+        first, last = (int(part) if part else None for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be A:B, first and last row as Python slices count") from None
+    return slice(first, last)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))

@@ -1,0 +1,360 @@
+"""What each command of the command line does; returns (exit status, the --json object)."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import arch as archs
+from . import cache, op, toolchain
+from . import doctor as examination
+from .bench import accuracy, ceilings, environment, inputs, results, runner, session
+from .bench.inputs import Case, Tensors
+from .cli import ENVIRONMENT, FAILED, OK, UsageError
+from .console import Output
+from .errors import EnvironmentProblem, Unsupported
+from .kernel import Kernel
+from .planner import plan
+from .problem import SeparableConv2dProblem
+
+Answer = tuple[int, dict[str, Any]]
+
+
+def demo(args: argparse.Namespace, output: Output) -> Answer:
+    """The whole way for one problem, as far as this machine can go."""
+    built = _op(args)
+    output.say(f"problem   {describe(built.problem)}")
+    output.say(f"planned   path {built.path} for {built.arch}: {built.reason}")
+    begin = time.perf_counter()
+    source = built.source
+    emit_seconds = time.perf_counter() - begin
+    output.say(f"emitted   {len(source.splitlines())} lines of CUDA C++ in {1e3 * emit_seconds:.0f} ms")
+    data = _about(built) | {
+        "emit_seconds": emit_seconds,
+        "compile": _compile(built, output),
+        "verify": None,
+        "rows": None,
+    }
+    device = _device()
+    if device is None:
+        output.say("no GPU    the kernel was emitted and compiled; running and comparing need a GPU")
+        return OK, data
+    if not archs.runs_on(built.arch, torch.cuda.get_device_capability(device)):
+        output.say(f"not run   {torch.cuda.get_device_name(device)} does not load cubins for {built.arch}")
+        return OK, data
+    verdict = _verify(built, device, secrets.randbits(31), output)
+    with output.working("timing beside cuDNN"):
+        limits = ceilings.measure(device)
+        beside = runner.Plan(peers=("eager",), path=args.path, layouts=(built.problem.layout,))
+        measured = runner.measure(Case("demo", built.problem), beside, limits, environment.describe(device), device)
+    session.show(measured.rows, output)
+    for sentence in measured.problems:
+        output.warn(sentence)
+    right = verdict.ok and not measured.problems
+    return OK if right else FAILED, data | {"verify": verdict.to_json(), "rows": measured.rows}
+
+
+def emit(args: argparse.Namespace, output: Output) -> Answer:
+    """The source to stdout, a file, or a stand-alone project."""
+    built = _op(args)
+    data = _about(built) | {"output": None, "project": None}
+    if args.output is not None:
+        args.output.write_text(built.source)
+        data["output"] = str(args.output)
+    if args.project is not None:
+        from . import emit as emission
+
+        emission.pytorch(built, "separable_conv2d", args.project)
+        data["project"] = str(args.project)
+        output.say(f"wrote {args.project}; `python check.py` there builds it and compares it with float64")
+    if args.output is None and args.project is None:
+        if output.as_json:
+            data["source"] = built.source
+        else:
+            print(built.source, end="")
+    return OK, data
+
+
+def compile(args: argparse.Namespace, output: Output) -> Answer:
+    """Compile and show registers, shared memory and spills."""
+    built = _op(args)
+    output.say(f"{describe(built.problem)}: path {built.path} for {built.arch}")
+    data = _about(built) | {"compile": _compile(built, output), "output": None}
+    if args.output is not None:
+        args.output.write_bytes(built.kernel.cubin.code)
+        data["output"] = str(args.output)
+        output.say(f"wrote {args.output}")
+    return OK, data
+
+
+def verify(args: argparse.Namespace, output: Output) -> Answer:
+    """Fresh data, a poisoned output, float64, and PyTorch's own error on the same data."""
+    built = _op(args)
+    device = _require_device("verify")
+    seed = args.seed if args.seed is not None else secrets.randbits(31)
+    verdict = _verify(built, device, seed, output)
+    return OK if verdict.ok else FAILED, _about(built) | {"seed": seed, "verify": verdict.to_json()}
+
+
+def bench(args: argparse.Namespace, output: Output) -> Answer:
+    """Rows for the cases asked for; 1 if a value was wrong, a time impossible, or a row slower than its best peer."""
+    device = _require_device("bench")
+    cases, left_out = _cases(args)
+    request = session.Request(
+        cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path, samples=args.samples,
+        startup=args.startup, output=args.output, append=args.append,
+    )  # fmt: skip
+    finished = session.run(request, device, output)
+    data = finished.to_json() | {"left_out": left_out}
+    return OK if finished.ok else FAILED, data
+
+
+def cache_info(args: argparse.Namespace, output: Output) -> Answer:
+    """Where the cache lies and how full it is."""
+    about = cache.store().info()
+    for name, value in about.items():
+        output.say(f"{name:10} {value}")
+    return OK, {"gpu": _gpu()} | about
+
+
+def cache_list(args: argparse.Namespace, output: Output) -> Answer:
+    """The kernels in the cache, last used first."""
+    entries = cache.store().list_entries()
+    rows = [
+        (entry.name, entry.key[:16], entry.bytes, time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)))
+        for entry in entries
+    ]
+    output.table(f"{len(entries)} kernels", ("name", "key", "bytes", "last used"), rows)
+    listed = [
+        {"name": entry.name, "key": entry.key, "path": entry.path, "bytes": entry.bytes, "last_used": entry.last_used}
+        for entry in entries
+    ]
+    return OK, {"gpu": _gpu(), "entries": listed}
+
+
+def cache_clear(args: argparse.Namespace, output: Output) -> Answer:
+    """Empty the cache."""
+    removed = cache.store().clear()
+    output.say(f"removed {removed['entries']} kernels, {removed['bytes']} bytes")
+    return OK, {"gpu": _gpu(), "removed": removed}
+
+
+def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
+    """Compile the kernels of one problem or of a file of layers."""
+    if args.layers is None:
+        target, problems = (one := _op(args)).arch, [one.problem]
+    else:
+        target, problems = _arch(args), [case.problem for case in _layer_cases(args.layers, args)]
+    built, skipped = [], []
+    with output.working(f"compiling for {target}", total=len(problems)) as advance:
+        for problem in problems:
+            chosen = plan(problem, target, args.path)
+            if chosen.schedule is None:
+                skipped.append({"problem": problem.to_json(), "reason": chosen.reason})
+            else:
+                kernel = Kernel(problem, chosen.schedule, target)
+                built.append({"name": kernel.name, "key": kernel.cubin.key, "cache_hit": kernel.cubin.cache_hit})
+            advance()
+    hits = sum(entry["cache_hit"] for entry in built)
+    output.say(
+        f"{len(built)} kernels for {target}: {len(built) - hits} built, {hits} were there; {len(skipped)} need none"
+    )
+    return OK, {"gpu": _gpu(), "arch": target, "kernels": built, "skipped": skipped}
+
+
+def doctor(args: argparse.Namespace, output: Output) -> Answer:
+    """One line a check."""
+    checks = examination.examine()
+    marks = {True: "ok", None: "--", False: "MISSING"}
+    for check in checks:
+        output.say(f"{marks[check.ok]:8}{check.name:16}{check.detail}")
+        if check.ok is False and check.remedy:
+            output.say(f"{'':24}remedy: {check.remedy}")
+    right = examination.healthy(checks)
+    return OK if right else ENVIRONMENT, {"gpu": _gpu(), "ok": right, "checks": [check.to_json() for check in checks]}
+
+
+def digest(args: argparse.Namespace, output: Output) -> Answer:
+    """Recompute the digest of each results file; 1 if one differs and the file does not say that it is stale."""
+    checkout = Path(__file__).parent.parent
+    files = args.files or [
+        *sorted(checkout.glob("benchmarks/results/*.json")),
+        *checkout.glob("tests/gpu/results.json"),
+    ]
+    report = []
+    for path in files:
+        try:
+            recorded, now, stale = results.check_digest(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} is no results file: {error}") from error
+        report.append({"file": str(path), "recorded": recorded, "now": now, "stale": stale})
+        state = "current" if recorded == now else f"stale: {stale}" if stale else "DIFFERS: measured with other kernels"
+        output.say(f"{now}  {path}  {state}")
+    if not files:
+        output.say("no results files here")
+    right = all(entry["recorded"] == entry["now"] or entry["stale"] for entry in report)
+    versions = {"cutlass": metadata.version("nvidia-cutlass"), "nvrtc": str(toolchain.nvrtc())}
+    return OK if right else FAILED, {"gpu": _gpu(), "files": report} | versions
+
+
+def describe(problem: SeparableConv2dProblem) -> str:
+    """One line for a reader."""
+    p = problem
+    precision = f" {p.fp32_precision}" if p.fp32_precision else ""
+    parts = [
+        f"[{p.n},{p.c},{p.h},{p.w}] -> {p.o} channels, {p.kernel[0]}x{p.kernel[1]}, {p.dtype}{precision}, {p.layout}",
+        f"stride {p.stride[0]},{p.stride[1]}" if p.stride != (1, 1) else "",
+        f"padding {','.join(map(str, p.padding))}" if any(p.padding) else "",
+        f"dilation {p.dilation[0]},{p.dilation[1]}" if p.dilation != (1, 1) else "",
+        "biases" if p.dw_bias and p.pw_bias else "",
+        f"{p.mid_activation} between" if p.mid_activation else "",
+        f"{p.activation} after" if p.activation else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _op(args: argparse.Namespace) -> op.DepthwiseSeparableConv2d:
+    """The op that the arguments describe, made from meta tensors: no GPU needed. Raises UsageError, Unsupported."""
+    n, c, h, w = args.shape
+    dtype = getattr(torch, args.dtype or "float32")
+    format_ = torch.channels_last if args.layout == "channels_last" else torch.contiguous_format
+    with torch.device("meta"):
+        tensors = Tensors(
+            x=torch.empty(n, c, h, w, dtype=dtype, memory_format=format_),
+            dw_weight=torch.empty(c, 1, *args.kernel, dtype=dtype),
+            pw_weight=torch.empty(args.out_channels, c, 1, 1, dtype=dtype),
+            dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
+            pw_bias=torch.empty(args.out_channels, dtype=dtype) if args.bias else None,
+        )
+    try:
+        built = op.DepthwiseSeparableConv2d(
+            *tensors, stride=args.stride, padding=args.padding, dilation=args.dilation,
+            mid_activation=_activation(args.mid_activation), activation=_activation(args.activation),
+            fp32_precision=args.fp32_precision or "ieee", path=args.path, arch=args.arch,
+        )  # fmt: skip
+    except (Unsupported, EnvironmentProblem):
+        raise
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if n == 0:
+        raise UsageError("x has an empty batch: there is nothing to run")
+    return built
+
+
+def _activation(name: str) -> str | None:
+    return None if name == "none" else name
+
+
+def _about(built: op.DepthwiseSeparableConv2d) -> dict[str, Any]:
+    return {
+        "gpu": _gpu(),
+        "problem": built.problem.to_json(),
+        "arch": built.arch,
+        "path": built.path,
+        "reason": built.reason,
+        "schedule": built.schedule.to_json(),
+    }
+
+
+def _compile(built: op.DepthwiseSeparableConv2d, output: Output) -> dict[str, Any]:
+    """Build the cubin with progress shown, and a table of its resources."""
+    kernel = built.kernel
+    with output.working(f"compiling {kernel.name} for {kernel.arch}"):
+        cubin = kernel.cubin
+    built_in = f"built in {cubin.build_seconds:.2f} s by NVRTC {toolchain.nvrtc()}"
+    how = "found in the cache" if cubin.cache_hit else built_in
+    output.say(f"compiled  {how}: {len(cubin.code)} bytes, key {cubin.key[:16]}")
+    block = f"{kernel.geometry.threads} threads and {kernel.geometry.shared_bytes} bytes of dynamic shared memory"
+    table = [(name, used.registers, used.shared_bytes, used.spill_bytes) for name, used in cubin.resources.items()]
+    columns = ("kernel", "registers", "static shared bytes", "spill bytes")
+    output.table(f"resources (main kernel: {block} a block)", columns, table)
+    return {
+        "cache_hit": cubin.cache_hit,
+        "build_seconds": cubin.build_seconds,
+        "key": cubin.key,
+        "cubin_bytes": len(cubin.code),
+        "nvrtc": str(toolchain.nvrtc()),
+        "resources": {name: vars(used) for name, used in cubin.resources.items()},
+    }
+
+
+def _verify(built: op.DepthwiseSeparableConv2d, device: torch.device, seed: int, output: Output) -> accuracy.Verdict:
+    problem = built.problem
+    tensors = inputs.tensors(problem, device, seed)
+    shape = (problem.n, problem.o, problem.p, problem.q)
+    format_ = torch.channels_last if problem.layout == "channels_last" else torch.contiguous_format
+    poisoned = torch.empty(shape, dtype=tensors.x.dtype, device=device, memory_format=format_).fill_(float("nan"))
+    y = built.run(*tensors, out=poisoned)
+    verdict = accuracy.judge_one(problem, tensors, y)
+    peer = {"ieee": "strict fp32", "tf32": "TF32"}.get(problem.fp32_precision, f"eager {problem.dtype}")
+    rows = [
+        ("cutlass_sep", f"{verdict.ours.rel:.3g}", f"{verdict.ours.max_abs:.3g}"),
+        (f"PyTorch, {peer}", f"{verdict.baseline.rel:.3g}", f"{verdict.baseline.max_abs:.3g}"),
+        ("allowed", f"{verdict.rel_limit:.3g}", f"{verdict.max_abs_limit:.3g}" if verdict.max_abs_limit else "-"),
+    ]
+    title = f"{'right' if verdict.ok else 'WRONG'}: against float64, seed {seed}"
+    output.table(title, ("", "||y - y64|| / ||y64||", "max |y - y64|"), rows)
+    return verdict
+
+
+def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
+    """The cases of `bench`, and {id: reason} of those left out. Dtype and precision, if named, narrow a suite."""
+    if args.suite is None:
+        return [Case("custom", _op(args).problem)], {}
+    if args.suite == "lead":
+        bases, left_out = [inputs.lead()], {}
+    else:
+        bases, left_out = _layer_file(Path(args.suite))
+    chosen = [
+        (dtype, precision)
+        for dtype, precision in (session.LEAD_VARIANTS if args.suite == "lead" else session.LAYER_VARIANTS)
+        if args.dtype in (None, dtype) and args.fp32_precision in (None, precision)
+    ]
+    if not chosen:
+        chosen = [(args.dtype or "float32", args.fp32_precision)]
+    cases = [
+        inputs.variant(case, dtype, case.problem.layout, precision) for case in bases for dtype, precision in chosen
+    ]
+    return cases, left_out
+
+
+def _layer_cases(path: Path, args: argparse.Namespace) -> list[Case]:
+    cases, _ = _layer_file(path)
+    dtype, layout = args.dtype or "float32", args.layout or "contiguous"
+    return [inputs.variant(case, dtype, layout, args.fp32_precision) for case in cases]
+
+
+def _arch(args: argparse.Namespace) -> str:
+    try:
+        return archs.check(args.arch) if args.arch else archs.default()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _layer_file(path: Path) -> tuple[list[Case], dict[str, str]]:
+    try:
+        return inputs.layers(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"{path} is no file of layers: {error!r}") from error
+
+
+def _device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _gpu() -> str | None:
+    device = _device()
+    return None if device is None else torch.cuda.get_device_name(device)
+
+
+def _require_device(command: str) -> torch.device:
+    device = _device()
+    if device is None:
+        raise EnvironmentProblem(f"{command} runs kernels and needs an NVIDIA GPU; torch {torch.__version__} sees none")
+    return device
