@@ -1,0 +1,291 @@
+"""A compiled problem on a device: loads cubins, encodes TMA descriptors and launches on PyTorch's current stream.
+
+Launching allocates one workspace (the packed weights) from PyTorch's allocator and never synchronises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections import OrderedDict
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from . import arch as archs
+from .compiler import Cubin, build
+from .errors import EnvironmentProblem
+from .planner import Plan, plan
+from .problem import SeparableConv2dProblem
+from .schedule import Geometry, Schedule
+from .source import render
+
+#: struct cutlass_sep::Arguments of templates/problem.cuh: seven pointers, eight ints.
+_ARGUMENTS = struct.Struct("7Q8i")
+_TENSOR_MAP_BYTES = 128
+_PACK_THREADS = 256
+#: Encoded TMA descriptors kept per kernel.
+_TENSOR_MAPS_KEPT = 64
+
+
+def _checked(result: tuple, what: str):
+    """Unpack what a cuda.bindings call returned; RuntimeError naming `what` if it failed."""
+    from cuda.bindings import driver
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{what} failed: {name.decode() if name else status} ({status.name})")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class _Module:
+    """A cubin loaded for one device, with its two kernels ready to launch."""
+
+    def __init__(self, cubin: Cubin, arch: str, device: int, shared_bytes: int):
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        capability = torch.cuda.get_device_capability(device)
+        if not archs.runs_on(arch, capability):
+            raise RuntimeError(
+                f"cuda:{device} ({torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}) "
+                f"cannot load a cubin for {arch}"
+            )
+        torch.cuda.init()
+        with torch.cuda.device(device):
+            Device(device).set_current()
+            self._object = ObjectCode.from_cubin(cubin.code)
+            self.pack = int(self._object.get_kernel("pack_weights").handle)
+            self.main = int(self._object.get_kernel("separable2d").handle)
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(
+                driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(self.main), driver.CUdevice(device)),
+                f"reserving {shared_bytes} bytes of shared memory",
+            )
+
+
+_modules: dict[tuple[str, int], _Module] = {}
+_kernels: dict[tuple, Kernel] = {}
+_lock = threading.Lock()
+
+
+def clear_memory() -> None:
+    """Forget every kernel held in memory (the disk cache stays)."""
+    with _lock:
+        _modules.clear()
+        _kernels.clear()
+
+
+class Kernel:
+    """One problem under one schedule for one architecture. Builds, loads and encodes on first use."""
+
+    def __init__(self, problem: SeparableConv2dProblem, schedule: Schedule, arch: str):
+        self.problem, self.schedule, self.arch = problem, schedule, arch
+        self.geometry = Geometry(problem, schedule)
+        self._maps: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._buffers: list[_LaunchBuffer] = []
+        self._launchers: dict[int, _Module] = {}
+
+    @cached_property
+    def source(self) -> str:
+        """The CUDA C++ of the translation unit."""
+        return render(self.problem, self.schedule, self.arch)
+
+    @cached_property
+    def cubin(self) -> Cubin:
+        """The compiled translation unit, from the disk cache if it is there."""
+        return build(self.source, self.arch, name=self.name)
+
+    @property
+    def name(self) -> str:
+        """A short readable tag for log lines and cache entries."""
+        p = self.problem
+        layout = "nhwc" if p.layout == "channels_last" else "nchw"
+        return f"dwsep2d-{self.schedule.path}-{p.dtype}-{layout}-c{p.c}-o{p.o}-k{p.kernel[0]}x{p.kernel[1]}"
+
+    def loaded(self, device: int) -> bool:
+        """Whether a launch on this device needs no build and no load."""
+        return device in self._launchers
+
+    def load(self, device: int) -> None:
+        """Build (or fetch from disk) and load for CUDA device `device`."""
+        if device in self._launchers:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"kernel {self.name} is not loaded yet and cannot be built while a CUDA graph is captured; "
+                "warm it up first: cutlass_sep.warmup(f, *args)"
+            )
+        key = (self.cubin.key, device)
+        with _lock:
+            module = _modules.get(key)
+        if module is None:
+            module = _Module(self.cubin, self.arch, device, self.geometry.shared_bytes)
+            with _lock:
+                module = _modules.setdefault(key, module)
+        self._launchers[device] = module
+
+    @cached_property
+    def _steps(self) -> int:
+        """Steps of a work item: the split of P that takes the fewest rows of x, over all rounds of the grid."""
+        g, p = self.geometry, self.problem
+        if not g.march:
+            return self.schedule.warpgroups
+        columns = p.n * -(-p.q // g.tile_q) * g.oc_tiles
+        most = -(-p.p // g.tile_p)
+        processors = 132
+
+        def cost(steps: int) -> int:
+            rounds = -(-columns * -(-most // steps) // processors)
+            return rounds * (g.window_rows(steps * g.tile_p) + 2)
+
+        return min({-(-most // parts) for parts in range(1, most + 1)}, key=lambda steps: (cost(steps), -steps))
+
+    @cached_property
+    def _items(self) -> int:
+        g, p = self.geometry, self.problem
+        return p.n * -(-p.p // (self._steps * g.tile_p)) * -(-p.q // g.tile_q) * g.oc_tiles
+
+    def launch(self, x, dw_weight, pw_weight, dw_bias, pw_bias, y) -> None:
+        """Run on torch's current stream of x's device. All tensors dense, of the problem's shapes, dtype and layout, on one CUDA device."""
+        device = x.device.index
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.launch(x, dw_weight, pw_weight, dw_bias, pw_bias, y)
+        module = self._launchers.get(device)
+        if module is None:
+            self.load(device)
+            module = self._launchers[device]
+        from cuda.bindings import driver
+
+        p, g = self.problem, self.geometry
+        workspace = torch.empty(g.workspace_bytes, dtype=torch.uint8, device=x.device)
+        x_address, y_address = x.data_ptr(), y.data_ptr()
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = _LaunchBuffer()
+        buffer.fill(
+            x_address, dw_weight.data_ptr(), pw_weight.data_ptr(), dw_bias.data_ptr() if p.dw_bias else 0,
+            pw_bias.data_ptr() if p.pw_bias else 0, y_address, workspace.data_ptr(), p.n, p.h, p.w, p.p, p.q, p.padding[0], p.padding[2],
+            self._steps,
+        )  # fmt: skip
+        if self.schedule.path == "sm90":
+            buffer.set_map(0, self._map("x", x_address))
+            buffer.set_map(1, self._map("y", y_address) if g.channels_last else b"")
+        stream = torch.cuda.current_stream(device).cuda_stream
+        grid = min(_processors(device), self._items) if self.schedule.path == "sm90" else self._items
+        result = driver.cuLaunchKernel(
+            module.pack, g.chunks * g.oc_tiles, 1, 1, _PACK_THREADS, 1, 1, 0, stream, buffer.parameters, 0
+        )
+        if not result[0]:
+            result = driver.cuLaunchKernel(
+                module.main, grid, 1, 1, g.threads, 1, 1, g.shared_bytes, stream, buffer.parameters, 0
+            )
+        self._buffers.append(buffer)
+        if result[0]:
+            _checked(result, f"launching {self.name}")
+
+    def _map(self, which: str, address: int) -> bytes:
+        key = (which, address)
+        encoded = self._maps.get(key)
+        if encoded is None:
+            encoded = self._maps[key] = self._encode_x(address) if which == "x" else self._encode_y(address)
+            if len(self._maps) > _TENSOR_MAPS_KEPT:
+                self._maps.popitem(last=False)
+        return encoded
+
+    def _encode_x(self, address: int) -> bytes:
+        p, g = self.problem, self.geometry
+        size = p.element_size
+        if g.channels_last:
+            extents, strides = (p.c, p.w, p.h, p.n), (p.c * size, p.w * p.c * size, p.h * p.w * p.c * size)
+            return _tensor_map(p.dtype, address, extents, strides, (128 // size, g.columns, 1, 1), 128)
+        extents, strides = (p.w, p.h, p.c, p.n), (p.w * size, p.h * p.w * size, p.c * p.h * p.w * size)
+        return _tensor_map(p.dtype, address, extents, strides, (g.columns, 1, self.schedule.slot_channels, 1), 0)
+
+    def _encode_y(self, address: int) -> bytes:
+        p, g = self.problem, self.geometry
+        size = p.element_size
+        extents, strides = (p.o, p.q, p.p, p.n), (p.o * size, p.q * p.o * size, p.p * p.q * p.o * size)
+        return _tensor_map(p.dtype, address, extents, strides, (g.store_bytes // size, 16, 1, 1), g.store_bytes)
+
+
+class _LaunchBuffer:
+    """Host memory of one launch's parameters: Arguments and two tensor maps, 64-byte aligned, and the pointers to them.
+
+    A buffer belongs to one launch at a time; the driver copies it before cuLaunchKernel returns.
+    """
+
+    def __init__(self):
+        self._memory = np.zeros(3 * 128 + 64, dtype=np.uint8)
+        offset = -self._memory.ctypes.data % 64
+        self._view = memoryview(self._memory)[offset : offset + 3 * 128]
+        base = self._memory.ctypes.data + offset
+        self._pointers = np.array([base, base + 128, base + 256], dtype=np.uint64)
+        self.parameters = self._pointers.ctypes.data
+
+    def fill(self, *arguments: int) -> None:
+        _ARGUMENTS.pack_into(self._view, 0, *arguments)
+
+    def set_map(self, index: int, encoded: bytes) -> None:
+        self._view[128 * (index + 1) : 128 * (index + 1) + len(encoded)] = encoded
+
+
+def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: int) -> bytes:
+    """A tiled tensor map: innermost dimension first, `strides` in bytes of all but that; out of bounds reads as zero."""
+    from cuda.bindings import driver as d
+
+    types = d.CUtensorMapDataType
+    data_type = {
+        "float32": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        "float16": types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }[dtype]
+    swizzles = d.CUtensorMapSwizzle
+    swizzle = {
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+    }.get(swizzle_bytes, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE)
+    rank = len(extents)
+    encoded = _checked(
+        d.cuTensorMapEncodeTiled(
+            data_type, rank, address, [d.cuuint64_t(v) for v in extents], [d.cuuint64_t(v) for v in strides],
+            [d.cuuint32_t(v) for v in box], [d.cuuint32_t(1)] * rank, d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"encoding a TMA descriptor of {extents} elements, strides {strides} bytes, box {box}",
+    )  # fmt: skip
+    return ctypes.string_at(encoded.getPtr(), _TENSOR_MAP_BYTES)
+
+
+_processor_counts: dict[int, int] = {}
+
+
+def _processors(device: int) -> int:
+    count = _processor_counts.get(device)
+    if count is None:
+        count = _processor_counts[device] = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def kernel_for(problem: SeparableConv2dProblem, device: int, chosen: Plan | None = None) -> Kernel:
+    """The kernel of `problem` on CUDA device `device` (planned if `chosen` is None), from memory if it was asked for before.
+
+    Raises EnvironmentProblem if the plan is path "torch", which has no kernel.
+    """
+    arch = archs.of_device(device)
+    if chosen is None:
+        chosen = plan(problem, arch)
+    if chosen.schedule is None:
+        raise EnvironmentProblem(f"this problem runs on path torch: {chosen.reason}")
+    key = (problem, chosen.schedule, arch)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.setdefault(key, Kernel(problem, chosen.schedule, arch))
+    return kernel

@@ -1,0 +1,137 @@
+"""Problem + schedule -> the CUDA C++ of one translation unit.
+
+The Jinja templates in `templates/` state constants and instantiate kernels; the `.cuh` parts beside them hold the device code. `render`
+inlines the parts, so that its result includes only CUTLASS, CuTe and CUDA headers. Same arguments, same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from .problem import SeparableConv2dProblem
+from .schedule import Geometry, Schedule
+
+#: Activation name -> struct in templates/activation.cuh.
+ACTIVATION_STRUCTS = {
+    None: "Identity",
+    "relu": "Relu",
+    "relu6": "Relu6",
+    "silu": "Silu",
+    "hardswish": "Hardswish",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+}
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
+
+
+@cache
+def templates() -> Path:
+    """The templates: inside the package when installed, beside it in a checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "_templates", package.parent / "templates"):
+        if (folder / "problem.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"the templates of cutlass_sep are neither in {package / '_templates'} nor in {package.parent / 'templates'}")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.FileSystemLoader(templates())
+    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+
+
+def _inline(text: str) -> str:
+    def part(match: re.Match) -> str:
+        body = (templates() / match[1]).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return f"// ---- {match[1]} ----\n{body}"
+
+    return _INCLUDE.sub(part, text)
+
+
+def _element(problem: SeparableConv2dProblem) -> str:
+    from cutlass_library import DataType, DataTypeTag
+
+    named = {"float32": DataType.f32, "float16": DataType.f16, "bfloat16": DataType.bf16}
+    return DataTypeTag[named[problem.dtype]]
+
+
+def mma_atom(problem: SeparableConv2dProblem, schedule: Schedule) -> str:
+    """CuTe's name of the instruction that the schedule's MathInstruction describes (A from registers, K-major B)."""
+    from .schedule import math_instruction
+
+    math = math_instruction(problem, schedule)
+    m, n, k = math.instruction_shape
+    element = math.element_a.name.upper()
+    if schedule.path == "sm90":
+        if element == "TF32":
+            return f"MMA_{m}x{n}x{k}_F32TF32TF32_RS_TN<>"
+        major = "cute::SM90::GMMA::Major::K"
+        return f"MMA_{m}x{n}x{k}_F32{element}{element}_RS<{major}, {major}>"
+    return f"SM80_{m}x{n}x{k}_F32{element}{element}F32_TN"
+
+
+def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
+    """The compile-time constants of struct Config, by their C++ names."""
+    geometry = Geometry(problem, schedule)
+    values: dict[str, Any] = {
+        "kChannelsLast": problem.layout == "channels_last",
+        "kPixelMajor": geometry.pixel_major,
+        "kC": problem.c,
+        "kO": problem.o,
+        "kKernelH": problem.kernel[0],
+        "kKernelW": problem.kernel[1],
+        "kStrideH": problem.stride[0],
+        "kStrideW": problem.stride[1],
+        "kDilationH": problem.dilation[0],
+        "kDilationW": problem.dilation[1],
+        "kDwBias": problem.dw_bias,
+        "kPwBias": problem.pw_bias,
+        "kSplit": geometry.split,
+        "kFp16Range": problem.dtype == "float16",
+        "kMmaSteps": geometry.mma_steps,
+        "kTileOc": schedule.tile_oc,
+        "kSlotChannels": schedule.slot_channels,
+        "kBlocks": schedule.blocks,
+        "kWarpsQ": schedule.warps_q,
+        "kWarpgroups": schedule.warpgroups,
+    }
+    if schedule.path == "sm90":
+        values |= {
+            "kRowSlots": schedule.row_slots,
+            "kWeightSlots": schedule.weight_slots,
+            "kStagingGroups": schedule.staging_groups,
+            "kPhase": 0 if geometry.channels_last else geometry.phase,
+            "kVectorStore": geometry.vector_store and not geometry.channels_last,
+            "kSharedBytes": geometry.shared_bytes,
+            "kWorkspaceBytes": geometry.workspace_bytes,
+        }
+    else:
+        values |= {"kGather": schedule.gather, "kAlignment": problem.alignment}
+    return values
+
+
+def title(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:
+    kernel = "x".join(map(str, problem.kernel))
+    return (
+        f"cutlass_sep: separable 2-D, {problem.dtype} {problem.layout}, {problem.c} -> {problem.o} channels, {kernel} kernel, "
+        f"path {schedule.path}, {arch}"
+    )
+
+
+def render(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:
+    """The whole translation unit. Depends on the compile-time part of the problem alone: not on N, H, W or P, Q."""
+    unit = _environment().get_template(f"separable2d_{schedule.path}.cu.j2")
+    text = unit.render(
+        title=title(problem, schedule, arch),
+        element=_element(problem),
+        mma_atom=mma_atom(problem, schedule),
+        mid_activation=ACTIVATION_STRUCTS[problem.mid_activation],
+        activation=ACTIVATION_STRUCTS[problem.activation],
+        constants=constants(problem, schedule),
+    )
+    return _inline(text)

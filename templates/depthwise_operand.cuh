@@ -1,0 +1,245 @@
+// The depthwise stage: the values of the pointwise GEMM's A operand, made on the fly from a tile of x in shared memory.
+//
+// One call makes, for one lane, the depthwise outputs of its pixels and of its channels of one MMA instruction, in fp32 registers in the
+// order of the A fragment. It knows nothing of how the tile came to shared memory or of which MMA consumes it.
+#pragma once
+
+namespace cutlass_sep {
+
+/// Depthwise weights and bias of a chunk of channels in shared memory, fp32: [tap][channel in lane order], the bias as the last tap.
+template <class Config>
+struct DepthwiseWeights {
+  using G = Geometry<Config>;
+  static constexpr int kBytes = (G::kTaps + 1) * Config::kSlotChannels * 4;
+
+  float const* lane;  // this lane's first value of the instruction
+
+  CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int mma_step, int t)
+      : lane(chunk + mma_step * G::kMmaChannels + t * G::kLaneChannels) {}
+
+  CUTLASS_DEVICE void load(float (&value)[G::kLaneChannels], int tap) const {
+    load_vector<float>(value, lane + tap * Config::kSlotChannels);
+  }
+};
+
+/// The lane's view of one row of a pixel-major tile: [column][128 bytes of channels], 16-byte units XOR-swizzled by column % 8 (what
+/// TMA's 128-byte swizzle writes when the row starts on a multiple of 1024 bytes).
+template <class Config>
+struct PixelMajorRow {
+  using G = Geometry<Config>;
+  static constexpr int kColumnBytes = 128;
+  static constexpr int kAtomSteps = kColumnBytes / (G::kMmaChannels * G::kElementBytes);  // MMA steps per 128 bytes
+  static constexpr int kWindow = G::kWindowQ;
+
+  uint32_t offset[kWindow];  // of each window column, for MMA step 0
+
+  CUTLASS_DEVICE PixelMajorRow(int column, int t) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int u = 0; u < kWindow; ++u) {
+      int const c = column + u;
+      offset[u] = c * kColumnBytes + ((((t >> 1) ^ c) & 7) << 4) + (t & 1) * 8;
+    }
+  }
+
+  static constexpr bool used(int u) {
+    for (int i = 0; i < G::kLaneQ; ++i)
+      for (int s = 0; s < Config::kKernelW; ++s)
+        if (i * Config::kStrideW + s * Config::kDilationW == u) return true;
+    return false;
+  }
+
+  /// `atom_bytes`: from one 128-byte group of channels to the next.
+  CUTLASS_DEVICE void load(float (&window)[kWindow][G::kLaneChannels], char const* row, int mma_step, int atom_bytes) const {
+    char const* base = row + (mma_step / kAtomSteps) * atom_bytes;
+    uint32_t const step = (mma_step % kAtomSteps) << 5;
+    CUTLASS_PRAGMA_UNROLL
+    for (int u = 0; u < kWindow; ++u)
+      if (used(u)) load_vector<typename Config::Element>(window[u], base + (offset[u] ^ step));
+  }
+};
+
+/// The lane's view of one row of a channel-major tile: [channel][kPitch columns], read in aligned vectors. The first column of the
+/// tile lies Config::kPhase columns left of the first pixel's first tap.
+template <class Config>
+struct ChannelMajorRow {
+  using G = Geometry<Config>;
+  using Element = typename Config::Element;
+  static constexpr int kVector = G::kLaneQ * Config::kStrideW % 4 == 0 ? 4 : 2;
+  static constexpr int kFirst = Config::kPhase / kVector;  // vectors left of every tap are not read
+  static constexpr int kSkip = Config::kPhase % kVector;
+  static constexpr int kVectors = ceil_div(kSkip + G::kWindowQ, kVector);
+  static constexpr int kWindow = kVectors * kVector;
+  // Two lanes' channels must not share banks: the pitch of a channel is 32 or 96 bytes past a multiple of 128.
+  static constexpr int kUnit = 16 / G::kElementBytes;
+  static constexpr int pitch(int columns) {
+    int const bytes = round_up(columns, kUnit) * G::kElementBytes;
+    int const rest = bytes % 128;
+    int const padded = rest <= 32 ? bytes + 32 - rest : rest <= 96 ? bytes + 96 - rest : bytes + 160 - rest;
+    return padded / G::kElementBytes;
+  }
+
+  uint32_t offset;
+  int pitch_elements;
+
+  CUTLASS_DEVICE ChannelMajorRow(int column, int t, int pitch_) : pitch_elements(pitch_) {
+    offset = (t * pitch_ + column + kFirst * kVector) * G::kElementBytes;
+  }
+
+  static constexpr bool used(int v) {
+    for (int u = v * kVector; u < (v + 1) * kVector; ++u)
+      for (int i = 0; i < G::kLaneQ; ++i)
+        for (int s = 0; s < Config::kKernelW; ++s)
+          if (kSkip + i * Config::kStrideW + s * Config::kDilationW == u) return true;
+    return false;
+  }
+
+  CUTLASS_DEVICE void load(float (&window)[kWindow], char const* row, int mma_step, int j) const {
+    char const* base = row + offset + (mma_step * G::kMmaChannels + 4 * j) * pitch_elements * G::kElementBytes;
+    CUTLASS_PRAGMA_UNROLL
+    for (int v = 0; v < kVectors; ++v) {
+      if (!used(v)) continue;
+      float vector[kVector];
+      load_vector<Element>(vector, base + v * kVector * G::kElementBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kVector; ++i) window[v * kVector + i] = vector[i];
+    }
+  }
+};
+
+/// The A operand of one MMA step of one lane: value[b][h][j] for block b, row half h, channel j, before rounding to the MMA's type.
+template <class Config>
+struct DepthwiseOperand {
+  using G = Geometry<Config>;
+  using Value = float[Config::kBlocks][2][G::kLaneChannels];
+
+  /// Output row p of the lane (0 .. kLaneP - 1) meets window row r in kernel row `kernel_row(r, p)`, or not at all (-1).
+  static constexpr int kernel_row(int r, int p) {
+    int const d = r - p * Config::kStrideH;
+    return d >= 0 && d % Config::kDilationH == 0 && d / Config::kDilationH < Config::kKernelH ? d / Config::kDilationH : -1;
+  }
+  static constexpr bool row_used(int r) {
+    for (int p = 0; p < G::kLaneP; ++p)
+      if (kernel_row(r, p) >= 0) return true;
+    return false;
+  }
+
+  CUTLASS_DEVICE static void start(Value& value, DepthwiseWeights<Config> const& weights) {
+    float bias[G::kLaneChannels] = {};
+    if (Config::kDwBias) weights.load(bias, G::kTaps);
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h)
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < G::kLaneChannels; ++j) value[b][h][j] = bias[j];
+  }
+
+  CUTLASS_DEVICE static void finish(Value& value) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h)
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < G::kLaneChannels; ++j) value[b][h][j] = Config::MidActivation::apply(value[b][h][j]);
+  }
+
+  /// Pixel-major tile; `rows(r)` is the address of window row r.
+  template <class Rows>
+  CUTLASS_DEVICE static void compute(Value& value, PixelMajorRow<Config> const& view, Rows const& rows,
+                                     DepthwiseWeights<Config> const& weights, int mma_step, int atom_bytes) {
+    start(value, weights);
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < G::kWindowP; ++r) {
+      if (!row_used(r)) continue;
+      float window[PixelMajorRow<Config>::kWindow][G::kLaneChannels];
+      view.load(window, rows(r), mma_step, atom_bytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int p = 0; p < G::kLaneP; ++p) {
+        if (kernel_row(r, p) < 0) continue;
+        CUTLASS_PRAGMA_UNROLL
+        for (int s = 0; s < Config::kKernelW; ++s) {
+          float w[G::kLaneChannels];
+          weights.load(w, kernel_row(r, p) * Config::kKernelW + s);
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h)
+            CUTLASS_PRAGMA_UNROLL
+            for (int j = 0; j < G::kLaneChannels; ++j)
+              value[p][h][j] = fmaf(w[j], window[h * Config::kStrideW + s * Config::kDilationW][j], value[p][h][j]);
+        }
+      }
+    }
+    finish(value);
+  }
+
+  /// Channel-major tile.
+  template <class Rows>
+  CUTLASS_DEVICE static void compute(Value& value, ChannelMajorRow<Config> const& view, Rows const& rows,
+                                     DepthwiseWeights<Config> const& weights, int mma_step, int) {
+    using Row = ChannelMajorRow<Config>;
+    start(value, weights);
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < G::kWindowP; ++r) {
+      if (!row_used(r)) continue;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < G::kLaneChannels; ++j) {
+        float window[Row::kWindow];
+        view.load(window, rows(r), mma_step, j);
+        CUTLASS_PRAGMA_UNROLL
+        for (int s = 0; s < Config::kKernelW; ++s) {
+          float w[G::kLaneChannels];
+          weights.load(w, kernel_row(r, 0) * Config::kKernelW + s);
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < Config::kBlocks; ++b)
+            CUTLASS_PRAGMA_UNROLL
+            for (int h = 0; h < 2; ++h)
+              value[b][h][j] = fmaf(w[j], window[Row::kSkip + (2 * b + h) * Config::kStrideW + s * Config::kDilationW], value[b][h][j]);
+        }
+      }
+    }
+    finish(value);
+  }
+};
+
+/// The A fragments of one MMA step as the tensor core takes them: one part, or hi and lo for the three-product fp32 form.
+template <class Config>
+struct OperandFragment {
+  using G = Geometry<Config>;
+  static constexpr int kParts = Config::kSplit ? 2 : 1;
+  uint32_t a[kParts][Config::kBlocks][4];
+
+  /// Rounds `value`. `check` turns NaN if a value does not survive rounding (Inf, NaN, beyond fp16's range, or Inf - Inf in the split), so
+  /// that the tile can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
+  CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const& value, float& check) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (G::kElementBytes == 4) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < 2; ++j) {
+            float const x = value[b][h][j];
+            float const hi = tf32_round(x);
+            a[0][b][2 * j + h] = __float_as_uint(hi);
+            if constexpr (Config::kSplit) {
+              float const lo = x - hi;
+              a[kParts - 1][b][2 * j + h] = __float_as_uint(lo);
+              check = fmaf(lo, 0.f, check);
+            }
+          }
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < 2; ++j) {
+            float const low = value[b][h][2 * j], high = value[b][h][2 * j + 1];
+            a[0][b][2 * j + h] = pack_pair<typename Config::Element>(low, high);
+            if constexpr (Config::kFp16Range) {
+              __half2 const zero = __float2half2_rn(0.f);
+              __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(a[0][b][2 * j + h]), zero);
+              check += __low2float(product) + __high2float(product);
+            }
+          }
+        }
+      }
+  }
+};
+
+}  // namespace cutlass_sep

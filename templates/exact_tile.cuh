@@ -1,0 +1,67 @@
+// The slow, exact form of one warp's tile: plain fp32 FMA from global memory, taken when a value does not survive the MMA's rounding, so
+// that Inf, NaN and values beyond fp16's range land where fp32 arithmetic puts them.
+#pragma once
+
+namespace cutlass_sep {
+
+/// Pixel indices into x and y.
+template <class Config>
+struct GlobalIndex {
+  CUTLASS_DEVICE static int64_t x(Arguments const& args, int n, int c, int h, int w) {
+    return Config::kChannelsLast ? ((int64_t(n) * args.h + h) * args.w + w) * Config::kC + c
+                                 : ((int64_t(n) * Config::kC + c) * args.h + h) * args.w + w;
+  }
+  CUTLASS_DEVICE static int64_t y(Arguments const& args, int n, int o, int p, int q) {
+    return Config::kChannelsLast ? ((int64_t(n) * args.p + p) * args.q + q) * Config::kO + o
+                                 : ((int64_t(n) * Config::kO + o) * args.p + p) * args.q + q;
+  }
+};
+
+/// Depthwise output of channel c at pixel (p, q), before the mid activation, straight from global memory.
+template <class Config>
+CUTLASS_DEVICE float depthwise_from_global(Arguments const& args, int n, int c, int p, int q) {
+  using Element = typename Config::Element;
+  auto const* x = static_cast<Element const*>(args.x);
+  auto const* weight = static_cast<Element const*>(args.dw_weight) + int64_t(c) * Config::kKernelH * Config::kKernelW;
+  float sum = Config::kDwBias ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int r = 0; r < Config::kKernelH; ++r) {
+    int const h = p * Config::kStrideH + r * Config::kDilationH - args.pad_top;
+    if (h < 0 || h >= args.h) continue;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int s = 0; s < Config::kKernelW; ++s) {
+      int const w = q * Config::kStrideW + s * Config::kDilationW - args.pad_left;
+      if (w < 0 || w >= args.w) continue;
+      sum = fmaf(float(weight[r * Config::kKernelW + s]), float(x[GlobalIndex<Config>::x(args, n, c, h, w)]), sum);
+    }
+  }
+  return sum;
+}
+
+/// One lane: output channels [oc, oc + kTileOc) of pixel (p, q) of image n.
+template <class Config>
+CUTLASS_DEVICE void exact_pixel(Arguments const& args, int n, int oc, int p, int q) {
+  using Element = typename Config::Element;
+  constexpr int kGroup = 8;
+  auto const* pw_weight = static_cast<Element const*>(args.pw_weight);
+  auto* y = static_cast<Element*>(args.y);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int first = oc; first < oc + Config::kTileOc && first < Config::kO; first += kGroup) {
+    float sum[kGroup] = {};
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int c = 0; c < Config::kC; ++c) {
+      float const m = Config::MidActivation::apply(depthwise_from_global<Config>(args, n, c, p, q));
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kGroup; ++i)
+        if (first + i < Config::kO) sum[i] = fmaf(float(pw_weight[int64_t(first + i) * Config::kC + c]), m, sum[i]);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+      if (first + i >= Config::kO) continue;
+      float const bias = Config::kPwBias ? float(static_cast<Element const*>(args.pw_bias)[first + i]) : 0.f;
+      y[GlobalIndex<Config>::y(args, n, first + i, p, q)] = Element(Config::Activation::apply(sum[i] + bias));
+    }
+  }
+}
+
+}  // namespace cutlass_sep

@@ -1,0 +1,39 @@
+// Conversions between the elements of memory, fp32 arithmetic and MMA operands.
+#pragma once
+
+namespace cutlass_sep {
+
+/// N consecutive elements, as one access.
+template <class Element, int N>
+CUTLASS_DEVICE void load_vector(float (&value)[N], void const* address) {
+  using Vector = cutlass::AlignedArray<Element, N>;
+  Vector const raw = *reinterpret_cast<Vector const*>(address);
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N; ++i) value[i] = static_cast<float>(raw[i]);
+}
+
+template <class Element, int N>
+CUTLASS_DEVICE cutlass::AlignedArray<Element, N> convert_vector(float const (&value)[N]) {
+  cutlass::Array<float, N> source;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N; ++i) source[i] = value[i];
+  cutlass::Array<Element, N> const converted = cutlass::NumericArrayConverter<Element, float, N>{}(source);
+  cutlass::AlignedArray<Element, N> result;
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = 0; i < N; ++i) result[i] = converted[i];
+  return result;
+}
+
+template <class Element>
+CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
+  float const value[2] = {low, high};
+  auto const packed = convert_vector<Element>(value);
+  return reinterpret_cast<uint32_t const&>(packed);
+}
+
+/// The upper half of x = hi + lo as a TF32 value: nearest, ties away from zero. Inf and NaN stay what they are or turn NaN.
+CUTLASS_DEVICE float tf32_round(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+}
+
+}  // namespace cutlass_sep

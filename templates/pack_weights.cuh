@@ -1,0 +1,88 @@
+// One small launch before the operator: both weights, converted and laid out as the main kernel's shared memory wants them.
+//
+// Workspace: [oc tile][chunk of channels] stages, then the pointwise bias [oc tiles * kTileOc] in fp32, then one flag a stage that says
+// whether the split of its weights met Inf or NaN. A stage holds the pointwise weights as K-major MMA operands
+// [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled], then the depthwise weights of DepthwiseWeights. Channels and
+// output channels past the end are zero.
+#pragma once
+
+namespace cutlass_sep {
+
+template <class Config>
+struct PackedWeights {
+  using G = Geometry<Config>;
+  static constexpr int kParts = Config::kSplit ? 2 : 1;
+  static constexpr int kAtomChannels = 128 / G::kElementBytes;
+  static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
+  static constexpr int kPartBytes = Config::kTileOc * 128;
+  static constexpr int kPointwiseBytes = kAtoms * kParts * kPartBytes;
+  static constexpr int kStageBytes = round_up(kPointwiseBytes + DepthwiseWeights<Config>::kBytes, 1024);
+  static constexpr int kStages = G::kOcTiles * G::kChunks;
+  static constexpr int kBiasOffset = kStages * kStageBytes;
+  static constexpr int kFlagOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
+  static constexpr int kBytes = round_up(kFlagOffset + kStages * 4, 256);
+  static constexpr int kThreads = 256;
+
+  /// Byte, within its stage, of MMA step `step` (of the chunk), part `part`, row 0.
+  CUTLASS_HOST_DEVICE static constexpr int step_offset(int step, int part) {
+    constexpr int steps = kAtomChannels / G::kMmaChannels;
+    return ((step / steps) * kParts + part) * kPartBytes + (step % steps) * 32;
+  }
+};
+
+template <class Config>
+CUTLASS_DEVICE void pack_weights(Arguments const& args) {
+  using P = PackedWeights<Config>;
+  using G = Geometry<Config>;
+  using Element = typename Config::Element;
+  int const oc_tile = blockIdx.x / G::kChunks, chunk = blockIdx.x % G::kChunks;
+  char* stage = static_cast<char*>(args.workspace) + int64_t(blockIdx.x) * P::kStageBytes;
+  auto const* pw_weight = static_cast<Element const*>(args.pw_weight);
+  float check = 0.f;
+
+  for (int i = threadIdx.x; i < Config::kTileOc * Config::kSlotChannels; i += P::kThreads) {
+    int const row = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
+    int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
+    int const c = chunk * Config::kSlotChannels + k / G::kMmaChannels * G::kMmaChannels + G::channel_of_k(k % G::kMmaChannels);
+    int const oc = oc_tile * Config::kTileOc + row;
+    bool const inside = c < Config::kC && oc < Config::kO;
+    Element const raw = inside ? pw_weight[int64_t(oc) * Config::kC + c] : Element(0.f);
+    int const byte = e * G::kElementBytes;
+    char* target = stage + atom * P::kParts * P::kPartBytes + row * 128 + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
+    if constexpr (G::kElementBytes == 4) {
+      float const hi = tf32_round(raw);
+      *reinterpret_cast<float*>(target) = hi;
+      if constexpr (Config::kSplit) {
+        float const lo = raw - hi;
+        *reinterpret_cast<float*>(target + P::kPartBytes) = lo;
+        check = fmaf(lo, 0.f, check);
+      }
+    } else {
+      *reinterpret_cast<Element*>(target) = raw;
+    }
+  }
+
+  float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
+  for (int i = threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kThreads) {
+    int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
+    int const lane = k % G::kMmaChannels;
+    int const c = chunk * Config::kSlotChannels + k / G::kMmaChannels * G::kMmaChannels +
+                  G::channel_of(lane / G::kLaneChannels, lane % G::kLaneChannels);
+    float value = 0.f;
+    if (c < Config::kC) {
+      if (tap < G::kTaps) value = static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap];
+      else if (Config::kDwBias) value = static_cast<Element const*>(args.dw_bias)[c];
+    }
+    depthwise[i] = value;
+  }
+
+  if (chunk == 0) {
+    float* bias = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kBiasOffset);
+    for (int i = oc_tile * Config::kTileOc + threadIdx.x; i < (oc_tile + 1) * Config::kTileOc; i += P::kThreads)
+      bias[i] = Config::kPwBias && i < Config::kO ? float(static_cast<Element const*>(args.pw_bias)[i]) : 0.f;
+  }
+  int const broken = __syncthreads_or(check != check);
+  if (threadIdx.x == 0) reinterpret_cast<int*>(static_cast<char*>(args.workspace) + P::kFlagOffset)[blockIdx.x] = broken;
+}
+
+}  // namespace cutlass_sep

@@ -1,0 +1,67 @@
+// What every kernel of the separable operator takes at run time, and the shape arithmetic that follows from its compile-time constants.
+#pragma once
+
+namespace cutlass_sep {
+
+/// Run-time arguments. The problem's other numbers are constants of `Config` (the translation unit states them).
+struct Arguments {
+  void const* x;           // [N,C,H,W] in the layout of Config
+  void const* dw_weight;   // [C,1,KH,KW]
+  void const* pw_weight;   // [O,C]
+  void const* dw_bias;     // [C] or null
+  void const* pw_bias;     // [O] or null
+  void* y;                 // [N,O,P,Q] in the layout of Config
+  void* workspace;         // packed weights, see pack_weights.cuh
+  int n, h, w, p, q;       // P, Q: output height and width
+  int pad_top, pad_left;
+  int steps;               // warpgroup tiles down one work item (1 when the channels take more than one pass)
+};
+
+CUTLASS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+CUTLASS_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+/// How the pixels and channels of a tile are dealt to MMA rows, MMA columns and threads.
+///
+/// The depthwise output of a pixel is a row of the pointwise GEMM's A operand. Lane (g = lane / 4, t = lane % 4) of a warp holds MMA rows
+/// g and g + 8 of each 16-row block. Which pixel a row is and which channel a column is are free: both are chosen so that a lane owns
+/// adjacent pixels (a sliding window over x) and reads x without bank conflicts. `Config::kPixelMajor` says that shared memory holds x as
+/// [pixel][channel] and not as [channel][pixel]; `Config::kChannelsLast` speaks of global memory.
+template <class Config>
+struct Geometry {
+  using Element = typename Config::Element;
+  static constexpr int kElementBytes = sizeof(Element);
+  /// Channels of one MMA instruction (k) and of one lane in it.
+  static constexpr int kLaneChannels = 8 / kElementBytes;
+  static constexpr int kMmaChannels = 4 * kLaneChannels;
+  /// Pixels of one lane: across and down.
+  static constexpr int kLaneQ = Config::kPixelMajor ? 2 : 2 * Config::kBlocks;
+  static constexpr int kLaneP = Config::kPixelMajor ? Config::kBlocks : 1;
+  /// Pixels of one warp.
+  static constexpr int kWarpQ = 8 * kLaneQ;
+  static constexpr int kWarpP = kLaneP;
+  /// Rows and columns of x under a lane's pixels, and rows under the `p` output rows of a tile.
+  static constexpr int kWindowP = (kLaneP - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1;
+  static constexpr int kWindowQ = (kLaneQ - 1) * Config::kStrideW + (Config::kKernelW - 1) * Config::kDilationW + 1;
+  static constexpr int window_rows(int p) { return (p - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1; }
+  static constexpr int window_cols(int q) { return (q - 1) * Config::kStrideW + (Config::kKernelW - 1) * Config::kDilationW + 1; }
+  static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
+  /// Passes over the channels, `Config::kSlotChannels` at a time.
+  static constexpr int kChunks = ceil_div(Config::kC, Config::kSlotChannels);
+  static constexpr int kOcTiles = ceil_div(Config::kO, Config::kTileOc);
+
+  /// Channel, within the kMmaChannels of an instruction, of lane column t and its value j.
+  CUTLASS_HOST_DEVICE static constexpr int channel_of(int t, int j) {
+    return Config::kPixelMajor ? kLaneChannels * t + j : t + 4 * j;
+  }
+  /// Channel, likewise, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9; TF32 ones t, t+4.
+  CUTLASS_HOST_DEVICE static constexpr int channel_of_k(int k) {
+    return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of((k % 8) / 2, (k / 8) * 2 + k % 2);
+  }
+  /// Pixel, within its warp's kWarpQ x kWarpP, of block b, row half h (rows g or g + 8).
+  CUTLASS_HOST_DEVICE static constexpr int pixel_q(int g, int b, int h) {
+    return Config::kPixelMajor ? 2 * g + h : kLaneQ * g + 2 * b + h;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int pixel_p(int b) { return Config::kPixelMajor ? b : 0; }
+};
+
+}  // namespace cutlass_sep

@@ -1,0 +1,501 @@
+// The separable operator on Hopper: one persistent, warp-specialised kernel.
+//
+// A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the packed weights beside them.
+// Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers (depthwise_operand.cuh) and feeds them to
+// wgmma as its A operand; the accumulators leave through the epilogue. The depthwise outputs never touch shared or global memory.
+//
+// Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
+// is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
+// step a warpgroup and the rows come once for every chunk of channels.
+#pragma once
+
+namespace cutlass_sep {
+
+template <class Config>
+struct Sm90Layout {
+  using G = Geometry<Config>;
+  using P = PackedWeights<Config>;
+  static constexpr int kWarpgroups = Config::kWarpgroups;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  /// Pixels of a warpgroup's tile.
+  static constexpr int kTileQ = Config::kWarpsQ * G::kWarpQ;
+  static constexpr int kTileP = 4 / Config::kWarpsQ * G::kWarpP;
+  static constexpr int kWindowRows = G::window_rows(kTileP);
+  /// A row of the ring: channels_last [128-byte group][column][128 bytes]; contiguous [channel][column].
+  static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kTileQ)
+                                                        : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kTileQ));
+  static constexpr int kAtomBytes = round_up(kColumns * 128, 1024);
+  static constexpr int kRowBytes =
+      Config::kChannelsLast ? P::kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
+  static constexpr int kRowTransaction = Config::kSlotChannels * kColumns * G::kElementBytes;
+  static constexpr bool kMarch = G::kChunks == 1;
+  /// The tensor core truncates its fp32 sums: the fp32-grade form adds every chunk (64 channels) in fp32 registers instead.
+  static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
+  static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
+  static constexpr bool kResidentWeights = G::kChunks <= Config::kWeightSlots && G::kOcTiles == 1;
+  /// Epilogue staging of a warp (channels_last only): [block][group of output channels][16 pixels][kStoreBytes, swizzled].
+  static constexpr int kTileOcBytes = Config::kTileOc * G::kElementBytes;
+  static constexpr int kStoreBytes = kTileOcBytes % 128 == 0 ? 128 : kTileOcBytes % 64 == 0 ? 64 : kTileOcBytes % 32 == 0 ? 32 : 16;
+  static constexpr int kStoreGroups = kTileOcBytes / kStoreBytes;
+  static constexpr int kStagingGroups = Config::kChannelsLast ? Config::kStagingGroups : 0;  // groups staged at a time
+  static constexpr int kStagingBlockBytes = round_up(16 * kStoreBytes, 1024);
+  static constexpr int kStagingWarpBytes = Config::kBlocks * kStagingGroups * kStagingBlockBytes;
+
+  static constexpr int kWeightOffset = Config::kRowSlots * kRowBytes;
+  static constexpr int kStagingOffset = kWeightOffset + Config::kWeightSlots * P::kStageBytes;
+  static constexpr int kBarrierOffset = kStagingOffset + 4 * kWarpgroups * kStagingWarpBytes;
+  static constexpr int kBarriers = 2 * (Config::kRowSlots + Config::kWeightSlots);
+  static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8 + 1024;  // + 1024: the base is aligned by hand
+};
+
+/// What a work item covers.
+template <class Config>
+struct WorkItem {
+  using L = Sm90Layout<Config>;
+  int n, p, q, oc_tile, steps;  // image, first output row and column, tile of output channels, warpgroup tiles down
+
+  CUTLASS_DEVICE static int count(Arguments const& args) {
+    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kTileQ) * L::G::kOcTiles;
+  }
+  CUTLASS_DEVICE WorkItem(Arguments const& args, int index) {
+    int const strips = ceil_div(args.q, L::kTileQ), rows = args.steps * L::kTileP;
+    oc_tile = index % L::G::kOcTiles;
+    index /= L::G::kOcTiles;
+    q = index % strips * L::kTileQ;
+    index /= strips;
+    int const blocks = ceil_div(args.p, rows);
+    p = index % blocks * rows;
+    n = index / blocks;
+    steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kWarpgroups;
+  }
+  CUTLASS_DEVICE int rows() const { return L::G::window_rows(steps * L::kTileP); }
+};
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+/// Position in a ring of `Slots`: the slot and the parity of its current round.
+template <int Slots>
+struct RingCursor {
+  int slot = 0;
+  uint32_t parity = 0;
+  CUTLASS_DEVICE void advance() {
+    if (++slot == Slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  CUTLASS_DEVICE RingCursor after(int count) const {
+    return {(slot + count) % Slots, parity ^ ((slot + count) / Slots & 1)};
+  }
+};
+
+template <class Config>
+struct Sm90Shared {
+  using L = Sm90Layout<Config>;
+  char* base;
+  FullBarrier* row_full;
+  EmptyBarrier* row_empty;
+  FullBarrier* weight_full;
+  EmptyBarrier* weight_empty;
+
+  CUTLASS_DEVICE explicit Sm90Shared(char* raw) {
+    uint32_t const address = cute::cast_smem_ptr_to_uint(raw);
+    base = raw + ((1024 - (address & 1023)) & 1023);
+    row_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
+    row_empty = reinterpret_cast<EmptyBarrier*>(row_full + Config::kRowSlots);
+    weight_full = reinterpret_cast<FullBarrier*>(row_empty + Config::kRowSlots);
+    weight_empty = reinterpret_cast<EmptyBarrier*>(weight_full + Config::kWeightSlots);
+  }
+  CUTLASS_DEVICE char* row(int slot) const { return base + slot * L::kRowBytes; }
+  CUTLASS_DEVICE char* weights(int slot) const { return base + L::kWeightOffset + slot * L::P::kStageBytes; }
+  CUTLASS_DEVICE char* staging(int warp) const { return base + L::kStagingOffset + warp * L::kStagingWarpBytes; }
+
+  CUTLASS_DEVICE void initialise() const {
+    for (int i = 0; i < Config::kRowSlots; ++i) {
+      row_full[i].init(1);
+      row_empty[i].init(4 * L::kWarpgroups);
+    }
+    for (int i = 0; i < Config::kWeightSlots; ++i) {
+      weight_full[i].init(1);
+      weight_empty[i].init(4 * L::kWarpgroups);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+};
+
+template <class Config>
+CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, FullBarrier& barrier, char* row, int channel, int w, int h, int n) {
+  using L = Sm90Layout<Config>;
+  auto* mbarrier = reinterpret_cast<uint64_t*>(&barrier);
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+  if constexpr (Config::kChannelsLast) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int atom = 0; atom < L::P::kAtoms; ++atom)
+      cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row + atom * L::kAtomBytes, channel + atom * L::P::kAtomChannels, w, h, n);
+  } else {
+    cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row, w, h, channel, n);
+  }
+}
+
+template <class Config>
+CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_map, Sm90Shared<Config> const& shared) {
+  using L = Sm90Layout<Config>;
+  RingCursor<Config::kRowSlots> row;
+  RingCursor<Config::kWeightSlots> weight;
+  int const items = WorkItem<Config>::count(args);
+  bool first = true;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    WorkItem<Config> const item(args, index);
+    int const w = item.q * Config::kStrideW - args.pad_left - (Config::kChannelsLast ? 0 : Config::kPhase);
+    int const rows = item.rows();
+    for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
+      if (!L::kResidentWeights || first) {
+        shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
+        shared.weight_full[weight.slot].arrive_and_expect_tx(L::P::kStageBytes);
+        char const* stage = static_cast<char const*>(args.workspace) + int64_t(item.oc_tile * L::G::kChunks + chunk) * L::P::kStageBytes;
+        cute::SM90_BULK_COPY_G2S::copy(stage, reinterpret_cast<uint64_t*>(&shared.weight_full[weight.slot]), shared.weights(weight.slot),
+                                       L::P::kStageBytes);
+        weight.advance();
+      }
+      for (int r = 0; r < rows; ++r) {
+        shared.row_empty[row.slot].wait(row.parity ^ 1);
+        shared.row_full[row.slot].arrive_and_expect_tx(L::kRowTransaction);
+        load_row<Config>(x_map, shared.row_full[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w,
+                         item.p * Config::kStrideH - args.pad_top + r, item.n);
+        row.advance();
+      }
+    }
+    first = false;
+  }
+}
+
+/// The warpgroup's part of the pointwise GEMM: acc[b] [64 pixels][kTileOc] += A (registers) x weights (shared memory).
+template <class Config>
+struct PointwiseMma {
+  using G = Geometry<Config>;
+  using P = PackedWeights<Config>;
+  using Atom = typename Config::MmaAtom;
+  static constexpr int kSteps = Config::kMmaSteps;  // MMA steps issued together
+  using Accumulator = float[Config::kBlocks][Config::kTileOc / 2];
+
+  /// K-major operand, 128-byte swizzle: 8-row groups lie 1024 bytes apart.
+  CUTLASS_DEVICE static uint64_t descriptor(char const* address) {
+    cute::GmmaDescriptor d;
+    d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
+    d.bitfield.leading_byte_offset_ = 1;
+    d.bitfield.stride_byte_offset_ = 1024 >> 4;
+    d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
+    return d.desc_;
+  }
+
+  template <int... I>
+  CUTLASS_DEVICE static void fma(uint32_t const (&a)[4], uint64_t b, float (&c)[Config::kTileOc / 2], bool accumulate,
+                                 cute::integer_sequence<int, I...>) {
+    Atom::fma(a[0], a[1], a[2], a[3], b, c[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+  }
+
+  /// Issues and commits kSteps steps. `weights` is the chunk's stage, `step` the first step within the chunk.
+  CUTLASS_DEVICE static void issue(Accumulator& acc, OperandFragment<Config> const (&fragment)[kSteps], char const* weights, int step,
+                                   bool accumulate) {
+    using Indices = cute::make_int_sequence<Config::kTileOc / 2>;
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kSteps; ++i) {
+      uint64_t const hi = descriptor(weights + P::step_offset(step + i, 0));
+      if constexpr (Config::kSplit) {
+        uint64_t const lo = descriptor(weights + P::step_offset(step + i, 1));
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[1][b], hi, acc[b], accumulate, Indices{});
+        accumulate = true;
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[0][b], lo, acc[b], true, Indices{});
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[0][b], hi, acc[b], accumulate, Indices{});
+      accumulate = true;
+    }
+    cute::warpgroup_commit_batch();
+  }
+};
+
+/// Accumulators to y, with bias and activation. Lane: column pairs 8j + 2t of rows g and g + 8 of every block.
+template <class Config>
+struct Sm90Epilogue {
+  using G = Geometry<Config>;
+  using L = Sm90Layout<Config>;
+  using Element = typename Config::Element;
+  using Accumulator = typename PointwiseMma<Config>::Accumulator;
+
+  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, int oc, int lane) {
+    float const* bias = reinterpret_cast<float const*>(static_cast<char const*>(args.workspace) + L::P::kBiasOffset) + oc + lane % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Config::kTileOc / 8; ++j) {
+      float2 const pair = Config::kPwBias ? *reinterpret_cast<float2 const*>(bias + 8 * j) : make_float2(0.f, 0.f);
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          acc[b][4 * j + 2 * h] = Config::Activation::apply(acc[b][4 * j + 2 * h] + pair.x);
+          acc[b][4 * j + 2 * h + 1] = Config::Activation::apply(acc[b][4 * j + 2 * h + 1] + pair.y);
+        }
+    }
+  }
+
+  /// contiguous: a lane's kLaneQ adjacent pixels of one output channel are one vector.
+  CUTLASS_DEVICE static void store_contiguous(Arguments const& args, Accumulator const& acc, int n, int oc, int p, int q, int lane) {
+    int const t = lane % 4;
+    if (p >= args.p || q >= args.q) return;
+    int64_t const plane = int64_t(args.p) * args.q;
+    Element* y = static_cast<Element*>(args.y) + (int64_t(n) * Config::kO + oc + 2 * t) * plane + int64_t(p) * args.q + q;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane)
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        if (Config::kO % Config::kTileOc && oc + 8 * j + 2 * t + i >= Config::kO) continue;
+        float value[G::kLaneQ];
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b)
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h) value[2 * b + h] = acc[b][4 * j + 2 * h + i];
+        if constexpr (Config::kVectorStore) {
+          *reinterpret_cast<cutlass::AlignedArray<Element, G::kLaneQ>*>(y + i * plane) = convert_vector<Element>(value);
+        } else {
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < G::kLaneQ; ++k)
+            if (q + k < args.q) y[i * plane + k] = Element(value[k]);
+        }
+      }
+  }
+
+  /// channels_last: through the warp's staging buffer and out by TMA, which clips at the ends of O, Q and P.
+  CUTLASS_DEVICE static void store_channels_last(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int n, int oc,
+                                                 int p, int q, int lane) {
+    constexpr int kGroupOc = L::kStoreBytes / G::kElementBytes;
+    constexpr int kUnits = L::kStoreBytes / 16;
+    int const g = lane / 4, t = lane % 4;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < L::kStoreGroups; group += L::kStagingGroups) {
+      if (lane == 0) cute::tma_store_wait<0>();
+      __syncwarp();
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int s = 0; s < L::kStagingGroups; ++s) {
+          char* buffer = staging + (b * L::kStagingGroups + s) * L::kStagingBlockBytes;
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < kGroupOc / 8; ++k) {
+            int const j = (group + s) * (kGroupOc / 8) + k;
+            CUTLASS_PRAGMA_UNROLL
+            for (int h = 0; h < 2; ++h) {
+              int const pixel = 2 * g + h;
+              int const byte = (8 * k + 2 * t) * G::kElementBytes;
+              int const unit = (byte >> 4) ^ ((pixel * L::kStoreBytes >> 7) & (kUnits - 1));
+              float const pair[2] = {acc[b][4 * j + 2 * h], acc[b][4 * j + 2 * h + 1]};
+              *reinterpret_cast<cutlass::AlignedArray<Element, 2>*>(buffer + pixel * L::kStoreBytes + unit * 16 + (byte & 15)) =
+                  convert_vector<Element>(pair);
+            }
+          }
+        }
+      cute::tma_store_fence();
+      __syncwarp();
+      if (lane == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b)
+          CUTLASS_PRAGMA_UNROLL
+          for (int s = 0; s < L::kStagingGroups; ++s)
+            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + (b * L::kStagingGroups + s) * L::kStagingBlockBytes,
+                                          oc + (group + s) * kGroupOc, q, p + b, n);
+        cute::tma_store_arrive();
+      }
+    }
+  }
+};
+
+/// The rows under a lane's window: addresses of consecutive ring slots.
+template <class Config>
+struct RingRows {
+  using G = Geometry<Config>;
+  char const* address[G::kWindowP];
+  CUTLASS_DEVICE RingRows(Sm90Shared<Config> const& shared, int slot) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int r = 0; r < G::kWindowP; ++r) {
+      address[r] = shared.row(slot);
+      slot = slot + 1 == Config::kRowSlots ? 0 : slot + 1;
+    }
+  }
+  CUTLASS_DEVICE char const* operator()(int r) const { return address[r]; }
+};
+
+/// acc (+)= weights x depthwise(x) over the chunk's `channels`. The depthwise outputs of a block of MMA steps are made while the tensor
+/// cores still work on the block before; the last block is left in flight.
+template <class Config, class View>
+CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, View const& view, RingRows<Config> const& rows,
+                               char const* weights, int channels, bool zero, int t, float& check) {
+  using G = Geometry<Config>;
+  using Mma = PointwiseMma<Config>;
+  auto const* depthwise_weights = reinterpret_cast<float const*>(weights + PackedWeights<Config>::kPointwiseBytes);
+  int const steps = ceil_div(channels, G::kMmaChannels * Mma::kSteps) * Mma::kSteps;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int s = 0; s < steps; s += Mma::kSteps) {
+    typename DepthwiseOperand<Config>::Value value[Mma::kSteps];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Mma::kSteps; ++i)
+      DepthwiseOperand<Config>::compute(value[i], view, rows, DepthwiseWeights<Config>(depthwise_weights, s + i, t), s + i,
+                                        Sm90Layout<Config>::kAtomBytes);
+    cute::warpgroup_wait<0>();
+    OperandFragment<Config> fragment[Mma::kSteps];
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < Mma::kSteps; ++i) fragment[i].assign(value[i], check);
+    Mma::issue(acc, fragment, weights, s, !zero);
+    zero = false;
+  }
+}
+
+template <class Config>
+CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_map, Sm90Shared<Config> const& shared, int warpgroup) {
+  using G = Geometry<Config>;
+  using L = Sm90Layout<Config>;
+  using P = PackedWeights<Config>;
+  using Mma = PointwiseMma<Config>;
+  constexpr int kRowSlots = Config::kRowSlots;
+  int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
+  int const g = lane / 4, t = lane % 4;
+  // The warp's pixels within the warpgroup's tile.
+  int const warp_q = warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
+  int const column = (warp_q + G::kLaneQ * g) * Config::kStrideW;
+
+  using View = cute::conditional_t<Config::kChannelsLast, PixelMajorRow<Config>, ChannelMajorRow<Config>>;
+  View const view = [&] {
+    if constexpr (Config::kChannelsLast) return View(column, t);
+    else return View(column, t, L::kColumns);
+  }();
+
+  bool broken_weights = false;
+  if constexpr (Config::kSplit) {
+    int const* flags = reinterpret_cast<int const*>(static_cast<char const*>(args.workspace) + P::kFlagOffset);
+    for (int i = lane; i < P::kStages; i += 32) broken_weights |= flags[i] != 0;
+    broken_weights = __any_sync(0xffffffffu, broken_weights);
+  }
+
+  RingCursor<kRowSlots> base;  // first row of the item's current chunk
+  RingCursor<Config::kWeightSlots> weight;
+  int released = 0;  // rows, from `base` on, that this warp has given back
+  int turn = 0;      // steps of all items so far: decides whose turn a step is
+
+  // Gives back the rows [released, end) of the chunk. A warp sees every row full before it gives it back, also the rows it never reads, so
+  // that it cannot be counted twice in one round of the ring.
+  auto const release = [&](int end) {
+    __syncwarp();
+    for (; released < end; ++released) {
+      auto const row = base.after(released);
+      shared.row_full[row.slot].wait(row.parity);
+      if (lane == 0) shared.row_empty[row.slot].arrive();
+    }
+  };
+  auto const release_weights = [&] {
+    __syncwarp();
+    shared.weight_full[weight.slot].wait(weight.parity);
+    if (lane == 0) shared.weight_empty[weight.slot].arrive();
+    weight.advance();
+  };
+
+  int const items = WorkItem<Config>::count(args);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+    WorkItem<Config> const item(args, index);
+    int const rows = item.rows();
+    int const first_step = L::kMarch ? (warpgroup + L::kWarpgroups - turn) % L::kWarpgroups : warpgroup;
+    turn = (turn + item.steps) % L::kWarpgroups;
+
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int step = first_step; step < item.steps; step += L::kWarpgroups) {
+      int const first_row = step * L::kTileP * Config::kStrideH;
+      float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
+      typename Mma::Accumulator acc, total;
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int chunk = 0; chunk < G::kChunks; ++chunk) {
+        int const slot = L::kResidentWeights ? chunk : weight.slot;
+        shared.weight_full[slot].wait(L::kResidentWeights ? 0 : weight.parity);
+        release(first_row);
+        for (int r = 0; r < L::kWindowRows; ++r) {
+          auto const row = base.after(first_row + r);
+          shared.row_full[row.slot].wait(row.parity);
+        }
+        RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);
+        accumulate<Config>(acc, view, ring_rows, shared.weights(slot), min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels),
+                           chunk == 0 || L::kPromote, t, check);
+        if constexpr (L::kMarch) {
+          release(min(rows, first_row + L::kWarpgroups * L::kTileP * Config::kStrideH));
+        } else {
+          release(rows);
+          released = 0;
+          base = base.after(rows);
+          if constexpr (!L::kResidentWeights) {
+            cute::warpgroup_wait<0>();
+            release_weights();
+          }
+        }
+        if constexpr (L::kPromote) {
+          cute::warpgroup_wait<0>();
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < Config::kBlocks; ++b)
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < Config::kTileOc / 2; ++i) total[b][i] = chunk == 0 ? acc[b][i] : total[b][i] + acc[b][i];
+        }
+      }
+      cute::warpgroup_wait<0>();
+      typename Mma::Accumulator& result = L::kPromote ? total : acc;
+
+      int const oc = item.oc_tile * Config::kTileOc;
+      int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
+      Sm90Epilogue<Config>::apply(args, result, oc, lane);
+      if constexpr (Config::kChannelsLast)
+        Sm90Epilogue<Config>::store_channels_last(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
+      else
+        Sm90Epilogue<Config>::store_contiguous(args, result, item.n, oc, p, q + G::kLaneQ * g, lane);
+      if (__any_sync(0xffffffffu, check != check)) {
+        // The bulk stores must have landed, not only left shared memory, before other lanes write over them.
+        if (Config::kChannelsLast && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        __syncwarp();
+        for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
+          int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
+          if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, item.n, oc, exact_p, exact_q);
+        }
+      }
+    }
+    if constexpr (L::kMarch) {
+      release(rows);
+      released = 0;
+      base = base.after(rows);
+      if constexpr (!L::kResidentWeights) release_weights();
+    }
+  }
+  if constexpr (Config::kChannelsLast) {
+    if (lane == 0) cute::tma_store_wait<0>();
+  }
+}
+
+template <class Config>
+CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& y_map, char* raw) {
+  using L = Sm90Layout<Config>;
+  Sm90Shared<Config> const shared(raw);
+  int const warpgroup = cutlass::canonical_warp_group_idx();
+  if (threadIdx.x == 0) {
+    shared.initialise();
+    cute::prefetch_tma_descriptor(&x_map);
+    if (Config::kChannelsLast) cute::prefetch_tma_descriptor(&y_map);
+  }
+  __syncthreads();
+  if (warpgroup == L::kWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<L::kProducerRegisters>();
+    if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<L::kConsumerRegisters>();
+    consume<Config>(args, y_map, shared, warpgroup);
+  }
+}
+
+}  // namespace cutlass_sep
