@@ -193,8 +193,14 @@ class Geometry:
     def stage_bytes(self) -> int:
         """Packed weights of one pass (templates/pack_weights.cuh)."""
         pointwise = self.atoms * (2 if self.split else 1) * self.schedule.tile_oc * 128
-        taps = self.problem.kernel[0] * self.problem.kernel[1]
-        return _round_up(pointwise + (taps + 1) * self.schedule.slot_channels * 4, 1024)
+        return _round_up(pointwise + self.depthwise_weight_bytes, 1024)
+
+    @property
+    def depthwise_weight_bytes(self) -> int:
+        """Depthwise weights of one pass (struct DepthwiseWeights of templates/depthwise_operand.cuh)."""
+        lane_channels = 8 // self.problem.element_size
+        row_units = -(-self.problem.kernel[1] * lane_channels // 4)
+        return self.schedule.slot_channels // lane_channels * ((self.problem.kernel[0] * row_units + 1) | 1) * 16
 
     @property
     def workspace_bytes(self) -> int:

@@ -6,20 +6,33 @@
 
 namespace cutlass_sep {
 
-/// Depthwise weights and bias of a chunk of channels in shared memory, fp32: [tap][channel in lane order], the bias as the last tap.
+/// Depthwise weights and bias of a chunk of channels, fp32, in the order lanes read them: [MMA step][lane column t][kernel row, then the
+/// bias][tap of the row][channel of the lane], kernel rows and lane columns padded to 16-byte units.
 template <class Config>
 struct DepthwiseWeights {
   using G = Geometry<Config>;
-  static constexpr int kBytes = (G::kTaps + 1) * Config::kSlotChannels * 4;
+  static constexpr int kRowUnits = ceil_div(Config::kKernelW * G::kLaneChannels, 4);
+  /// 16-byte units of a lane column: odd, so that the four columns of a warp lie in different banks.
+  static constexpr int kLaneUnits = (Config::kKernelH * kRowUnits + 1) | 1;
+  static constexpr int kBytes = Config::kSlotChannels / G::kLaneChannels * kLaneUnits * 16;
+  using Row = float[4 * kRowUnits];
 
-  float const* lane;  // this lane's first value of the instruction
-
-  CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int mma_step, int t)
-      : lane(chunk + mma_step * G::kMmaChannels + t * G::kLaneChannels) {}
-
-  CUTLASS_DEVICE void load(float (&value)[G::kLaneChannels], int tap) const {
-    load_vector<float>(value, lane + tap * Config::kSlotChannels);
+  /// Index of a value in floats; `row` = kKernelH is the bias.
+  CUTLASS_HOST_DEVICE static constexpr int index(int mma_step, int t, int row, int tap, int j) {
+    return ((mma_step * 4 + t) * kLaneUnits + row * kRowUnits) * 4 + tap * G::kLaneChannels + j;
   }
+
+  float const* lane;  // this lane's first value of the MMA step
+
+  CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int mma_step, int t) : lane(chunk + index(mma_step, t, 0, 0, 0)) {}
+
+  /// Kernel row `row`: tap s of channel j is value[s * kLaneChannels + j].
+  CUTLASS_DEVICE void load_row(Row& value, int row) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int u = 0; u < kRowUnits; ++u)
+      *reinterpret_cast<float4*>(value + 4 * u) = *reinterpret_cast<float4 const*>(lane + (row * kRowUnits + u) * 4);
+  }
+  CUTLASS_DEVICE float4 load_bias() const { return *reinterpret_cast<float4 const*>(lane + Config::kKernelH * kRowUnits * 4); }
 };
 
 /// The lane's view of one row of a pixel-major tile: [column][128 bytes of channels], 16-byte units XOR-swizzled by column % 8 (what
@@ -78,11 +91,18 @@ struct ChannelMajorRow {
     return padded / G::kElementBytes;
   }
 
-  uint32_t offset;
-  int pitch_elements;
+  // Lane g's vector v is lane g + 1's vector v - 1. Where one vector of a lane covers its pixels but for a column or two on either side,
+  // the columns beside it come from the neighbours by shuffle, and only the warp's outer lanes read a second vector.
+  static constexpr int kOwn = kVectors / 2;
+  static constexpr bool kShuffle = G::kElementBytes == 4 && G::kLaneQ == 4 && Config::kStrideW == 1 && Config::kDilationW == 1 &&
+                                   kVectors == 3 && kSkip + G::kWindowQ - 8 <= 4 && kSkip >= 0;
 
-  CUTLASS_DEVICE ChannelMajorRow(int column, int t, int pitch_) : pitch_elements(pitch_) {
+  uint32_t offset, edge_offset;
+  int pitch_elements, g;
+
+  CUTLASS_DEVICE ChannelMajorRow(int column, int g_, int t, int pitch_) : pitch_elements(pitch_), g(g_) {
     offset = (t * pitch_ + column + kFirst * kVector) * G::kElementBytes;
+    edge_offset = offset + (g == 0 ? 0 : 2 * kVector) * G::kElementBytes;
   }
 
   static constexpr bool used(int v) {
@@ -94,7 +114,26 @@ struct ChannelMajorRow {
   }
 
   CUTLASS_DEVICE void load(float (&window)[kWindow], char const* row, int mma_step, int j) const {
-    char const* base = row + offset + (mma_step * G::kMmaChannels + 4 * j) * pitch_elements * G::kElementBytes;
+    int const channel_bytes = (mma_step * G::kMmaChannels + 4 * j) * pitch_elements * G::kElementBytes;
+    if constexpr (kShuffle) {
+      float own[4], edge[4];
+      load_vector<float>(own, row + offset + channel_bytes + kOwn * 16);
+      if (g == 0 || g == 7) load_vector<float>(edge, row + edge_offset + channel_bytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        window[4 + i] = own[i];
+        if (i >= kSkip) {
+          float const left = __shfl_up_sync(0xffffffffu, own[i], 4);
+          window[i] = g == 0 ? edge[i] : left;
+        }
+        if (8 + i < kSkip + G::kWindowQ) {
+          float const right = __shfl_down_sync(0xffffffffu, own[i], 4);
+          window[8 + i] = g == 7 ? edge[i] : right;
+        }
+      }
+      return;
+    }
+    char const* base = row + offset + channel_bytes;
     CUTLASS_PRAGMA_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       if (!used(v)) continue;
@@ -124,8 +163,8 @@ struct DepthwiseOperand {
   }
 
   CUTLASS_DEVICE static void start(Value& value, DepthwiseWeights<Config> const& weights) {
-    float bias[G::kLaneChannels] = {};
-    if (Config::kDwBias) weights.load(bias, G::kTaps);
+    float4 const bias4 = Config::kDwBias ? weights.load_bias() : make_float4(0.f, 0.f, 0.f, 0.f);
+    float const bias[4] = {bias4.x, bias4.y, bias4.z, bias4.w};
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b)
       CUTLASS_PRAGMA_UNROLL
@@ -156,15 +195,15 @@ struct DepthwiseOperand {
       CUTLASS_PRAGMA_UNROLL
       for (int p = 0; p < G::kLaneP; ++p) {
         if (kernel_row(r, p) < 0) continue;
+        typename DepthwiseWeights<Config>::Row w;
+        weights.load_row(w, kernel_row(r, p));
         CUTLASS_PRAGMA_UNROLL
         for (int s = 0; s < Config::kKernelW; ++s) {
-          float w[G::kLaneChannels];
-          weights.load(w, kernel_row(r, p) * Config::kKernelW + s);
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h)
             CUTLASS_PRAGMA_UNROLL
             for (int j = 0; j < G::kLaneChannels; ++j)
-              value[p][h][j] = fmaf(w[j], window[h * Config::kStrideW + s * Config::kDilationW][j], value[p][h][j]);
+              value[p][h][j] = fmaf(w[s * G::kLaneChannels + j], window[h * Config::kStrideW + s * Config::kDilationW][j], value[p][h][j]);
         }
       }
     }
@@ -180,19 +219,19 @@ struct DepthwiseOperand {
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < G::kWindowP; ++r) {
       if (!row_used(r)) continue;
+      typename DepthwiseWeights<Config>::Row w;
+      weights.load_row(w, kernel_row(r, 0));
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < G::kLaneChannels; ++j) {
         float window[Row::kWindow];
         view.load(window, rows(r), mma_step, j);
         CUTLASS_PRAGMA_UNROLL
         for (int s = 0; s < Config::kKernelW; ++s) {
-          float w[G::kLaneChannels];
-          weights.load(w, kernel_row(r, 0) * Config::kKernelW + s);
           CUTLASS_PRAGMA_UNROLL
           for (int b = 0; b < Config::kBlocks; ++b)
             CUTLASS_PRAGMA_UNROLL
             for (int h = 0; h < 2; ++h)
-              value[b][h][j] = fmaf(w[j], window[Row::kSkip + (2 * b + h) * Config::kStrideW + s * Config::kDilationW], value[b][h][j]);
+              value[b][h][j] = fmaf(w[s * G::kLaneChannels + j], window[Row::kSkip + (2 * b + h) * Config::kStrideW + s * Config::kDilationW], value[b][h][j]);
         }
       }
     }

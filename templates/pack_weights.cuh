@@ -62,18 +62,18 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
     }
   }
 
+  using W = DepthwiseWeights<Config>;
   float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
   for (int i = threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kThreads) {
     int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
-    int const lane = k % G::kMmaChannels;
-    int const c = chunk * Config::kSlotChannels + k / G::kMmaChannels * G::kMmaChannels +
-                  G::channel_of(lane / G::kLaneChannels, lane % G::kLaneChannels);
+    int const step = k / G::kMmaChannels, t = k % G::kMmaChannels / G::kLaneChannels, j = k % G::kLaneChannels;
+    int const c = chunk * Config::kSlotChannels + step * G::kMmaChannels + G::channel_of(t, j);
     float value = 0.f;
     if (c < Config::kC) {
       if (tap < G::kTaps) value = static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap];
       else if (Config::kDwBias) value = static_cast<Element const*>(args.dw_bias)[c];
     }
-    depthwise[i] = value;
+    depthwise[W::index(step, t, tap / Config::kKernelW, tap % Config::kKernelW, j)] = value;
   }
 
   if (chunk == 0) {

@@ -370,7 +370,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   using View = cute::conditional_t<Config::kChannelsLast, PixelMajorRow<Config>, ChannelMajorRow<Config>>;
   View const view = [&] {
     if constexpr (Config::kChannelsLast) return View(column, t);
-    else return View(column, t, L::kColumns);
+    else return View(column, g, t, L::kColumns);
   }();
 
   bool broken_weights = false;
