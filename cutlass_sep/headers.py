@@ -64,7 +64,7 @@ class Headers:
 
 def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
     """Follow #include operands (as written, quotes or angle brackets included) through the roots, in search order."""
-    found: dict[str, tuple[int, str]] = {}  # path -> (root number, path below that root)
+    found: set[str] = set()
     absent: dict[str, None] = {}
     content_digests: dict[str, str] = {}
     todo: list[str] = []
@@ -73,17 +73,15 @@ def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
 
     def resolve(bracket: bytes, name: bytes, includer: str | None) -> None:
         relative = os.fsdecode(name)
-        candidates = [(i, os.path.normpath(os.path.join(root, relative))) for i, root in enumerate(roots)]
-        if bracket == b'"' and includer is not None:
-            here = os.path.normpath(os.path.join(os.path.dirname(includer), relative))
-            candidates.insert(0, (found[includer][0], here))
-        for root, path in candidates:
+        here = [os.path.dirname(includer)] if bracket == b'"' and includer is not None else []
+        for folder in (*here, *roots):
+            path = os.path.normpath(os.path.join(folder, relative))
             if path in found:
                 return
             if path in absent:
                 continue
             if os.path.isfile(path):
-                found[path] = (root, os.path.relpath(path, roots[root]))
+                found.add(path)
                 todo.append(path)
                 return
             absent[path] = None
@@ -118,10 +116,17 @@ def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
                     operand(text, None)
 
     files = tuple(sorted(found))
-    content = sorted((*found[path], content_digests[path]) for path in files)
+    content = sorted((*_place(path, roots), content_digests[path]) for path in files)
     digest = hashlib.sha256(json.dumps([SCHEMA, content]).encode()).hexdigest()
     unresolved = tuple(sorted(os.fsdecode(macro) for macro, _ in computed if macro not in macros))
     return Headers(digest, files, tuple(absent), _stamp(files), unresolved)
+
+
+def _place(path: str, roots: Sequence[str]) -> tuple[int, str]:
+    """(root number, path below the root): where a file lies, whatever the place that the roots are installed at."""
+    # The innermost root, not the one it was found by: CCCL's lies inside CUDA's and its files are reached both ways.
+    root = max((root for root in roots if path.startswith(f"{root}/")), key=len, default=roots[0])
+    return roots.index(root), os.path.relpath(path, root)
 
 
 def _stamp(files: Iterable[str]) -> str:

@@ -144,7 +144,8 @@ def include_paths() -> tuple[str, ...]:
             f"{cccl.distribution} {found} does not work with CUTLASS 4.2: install '{allowed}' (pip install '{allowed}')"
         )
     if version.major >= 13:
-        # CUTLASS names CUDA 13's library headers <cccl/cuda/std/...>: the parent counts too where CCCL is not beside the CUDA headers.
+        # CUTLASS names CUDA 13's library headers <cccl/cuda/std/...>: the parent counts too where CCCL is not beside
+        # the CUDA headers.
         folders.append(str(Path(folders[-1] or "").parent))
     return tuple(dict.fromkeys(folder for folder in folders if folder is not None))
 
