@@ -143,11 +143,12 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
     )
-    bench.add_argument(
-        "--peers", type=_names, metavar="P[,P]",
-        help="eager, compile, compile-max-autotune; default: eager, on the lead shape all three",
-    )  # fmt: skip
-    bench.add_argument("--timing", type=_names, default=("events",), metavar="T[,T]", help="events, cuda_graph")
+    peers = ("eager", "compile", "compile-max-autotune")
+    text = f"of {', '.join(peers)}; default: eager, on the lead shape all three"
+    bench.add_argument("--peers", type=_names(*peers), metavar="P[,P]", help=text)
+    timings = ("events", "cuda_graph")
+    text = f"of {', '.join(timings)}; default: events"
+    bench.add_argument("--timing", type=_names(*timings), default=timings[:1], metavar="T[,T]", help=text)
     bench.add_argument("--samples", type=_extent, default=40, help="timed samples of each implementation")
     bench.add_argument("--startup", action="store_true", help="also time cold and warm starts, and host time per call")
     bench.add_argument("--output", type=Path, metavar="FILE", help="write the results there")
@@ -189,5 +190,14 @@ def _row_range(text: str) -> slice:
     return slice(first, last)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(","))
+def _names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma-separated names out of `allowed`."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        unknown = [name for name in names if name not in allowed]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{','.join(unknown)} is not one of {', '.join(allowed)}")
+        return names
+
+    return parse

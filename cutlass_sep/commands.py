@@ -18,7 +18,7 @@ from .bench import accuracy, ceilings, environment, inputs, results, runner, ses
 from .bench.inputs import Case, Tensors
 from .cli import ENVIRONMENT, FAILED, OK, UsageError
 from .console import Output
-from .errors import EnvironmentProblem, Unsupported
+from .errors import EnvironmentProblem
 from .kernel import Kernel
 from .planner import plan
 from .problem import SeparableConv2dProblem
@@ -232,19 +232,28 @@ def _op(args: argparse.Namespace) -> op.DepthwiseSeparableConv2d:
             dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
             pw_bias=torch.empty(args.out_channels, dtype=dtype) if args.bias else None,
         )
+    options = {
+        "stride": args.stride,
+        "padding": args.padding,
+        "dilation": args.dilation,
+        "mid_activation": _activation(args.mid_activation),
+        "activation": _activation(args.activation),
+        "fp32_precision": args.fp32_precision or "ieee",
+    }
     try:
-        built = op.DepthwiseSeparableConv2d(
-            *tensors, stride=args.stride, padding=args.padding, dilation=args.dilation,
-            mid_activation=_activation(args.mid_activation), activation=_activation(args.activation),
-            fp32_precision=args.fp32_precision or "ieee", path=args.path, arch=args.arch,
-        )  # fmt: skip
-    except (Unsupported, EnvironmentProblem):
-        raise
+        SeparableConv2dProblem.from_tensors(*tensors, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     if n == 0:
         raise UsageError("x has an empty batch: there is nothing to run")
-    return built
+    return op.DepthwiseSeparableConv2d(*tensors, **options, path=args.path, arch=_arch(args))
+
+
+def _arch(args: argparse.Namespace) -> str:
+    try:
+        return archs.check(args.arch) if args.arch else archs.default()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _activation(name: str) -> str | None:
@@ -328,13 +337,6 @@ def _layer_cases(path: Path, args: argparse.Namespace) -> list[Case]:
     cases, _ = _layer_file(path)
     dtype, layout = args.dtype or "float32", args.layout or "contiguous"
     return [inputs.variant(case, dtype, layout, args.fp32_precision) for case in cases]
-
-
-def _arch(args: argparse.Namespace) -> str:
-    try:
-        return archs.check(args.arch) if args.arch else archs.default()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _layer_file(path: Path) -> tuple[list[Case], dict[str, str]]:

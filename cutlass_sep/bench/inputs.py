@@ -105,7 +105,7 @@ def _layer(row: dict[str, Any]) -> Case:
         kernel=(1, k) if one_d else (k, k), stride=(1, s) if one_d else (s, s),
         padding=Pads(0, 0, p, p) if one_d else Pads(p, p, p, p), dilation=(1, d) if one_d else (d, d),
         dtype="float32", layout="contiguous",
-        dw_bias=row["bias"] or row["mid_norm"] == "BN", pw_bias=row["pw_bias"] or row["out_norm"] == "BN",
+        dw_bias=bool(row["bias"]) or row["mid_norm"] == "BN", pw_bias=bool(row["pw_bias"]) or row["out_norm"] == "BN",
         mid_activation=_ACTIVATION_NAMES[row["mid_activation"]], activation=_ACTIVATION_NAMES[row["out_activation"]],
         fp32_precision="ieee", alignment=1,
     )  # fmt: skip

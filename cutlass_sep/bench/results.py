@@ -108,6 +108,8 @@ def _validate_row(where: str, row: dict[str, Any]) -> None:
     own = row["impl"] == OWN
     if own != (row["path"] is not None):
         raise ValueError(f"{where}: path={row['path']!r}; own rows name one, peers have none")
+    if own and "digest" not in row:
+        raise ValueError(f"{where}: an own row must have the digest of its kernel")
     if own and (row["path"] == "torch") != (row["schedule"] is None):
         raise ValueError(f"{where}: a row has a schedule unless its path is 'torch'")
     if not own and "measured" not in row:
@@ -159,6 +161,17 @@ def digest(rows: Iterable[dict[str, Any]]) -> str:
     """
     own = [row for row in rows if row["impl"] == OWN]
     return _digest((row_key(row), *_kernel_text(problem_of(row), row["schedule"], row["arch"])) for row in own)
+
+
+def ran(problem: SeparableConv2dProblem, path: str, schedule: Schedule | None, arch: str) -> dict[str, Any]:
+    """One of the `problems` of tests/gpu/results.json: what a test ran."""
+    as_json = schedule.to_json() if schedule is not None else None
+    return {"problem": problem.to_json(), "path": path, "schedule": as_json, "arch": arch}
+
+
+def is_current(row: dict[str, Any]) -> bool:
+    """Whether a row's kernel is still the one that was measured; peers' rows have none and always are."""
+    return row["impl"] != OWN or row["digest"] == digest([row])
 
 
 def digest_of_problems(ran: Iterable[dict[str, Any]]) -> str:

@@ -212,6 +212,8 @@ def _row(
         "rel_error": errors.rel,
         "max_abs_error": errors.max_abs,
     }
+    if candidate.impl == results.OWN:
+        row["digest"] = results.digest([row])
     if case.note:
         row["note"] = case.note
     return row

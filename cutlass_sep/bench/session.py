@@ -89,11 +89,12 @@ def run(request: Request, device: torch.device, output: Output) -> Finished:
 
 def _start(request: Request, where: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
     fresh = {"schema": results.SCHEMA, "digest": "", "environment": where, "ceilings": limits, "rows": []}
+    # Appending must not put old numbers under the new digest: rows of kernels that changed since are dropped.
     if not (request.append and request.output and request.output.exists()):
         return fresh
     old = results.load(request.output)
-    kept = {name: old[name] for name in ("rows", "startup", "overhead_us") if name in old}
-    return fresh | kept
+    rows = [row for row in old["rows"] if results.is_current(row)]
+    return fresh | {name: old[name] for name in ("startup", "overhead_us") if name in old} | {"rows": rows}
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:

@@ -1,0 +1,81 @@
+"""Benchmarks on a GPU: the figures agree with an independent profiler, and rows are whole."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutlass_sep import functional
+from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, startup, timing
+from cutlass_sep.bench.inputs import Case
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+DEVICE = torch.device("cuda", 0)
+
+
+def problem(**changes):
+    """The input that cases.md names for benchmarks, with more images so that launches do not dominate."""
+    extents = {"n": 64, "c": 64, "h": 56, "w": 56, "o": 64}
+    return replace(inputs.lead("float16").problem, **{**extents, **changes}).with_alignment()
+
+
+@pytest.fixture(scope="module")
+def limits():
+    return ceilings.measure(DEVICE)
+
+
+def test_rows_of_a_small_problem(limits, tmp_path):
+    plan = runner.Plan(peers=("eager",), timings=("events", "cuda_graph"), samples=10)
+    outcome = runner.measure(Case("small", problem(n=8)), plan, limits, environment.describe(DEVICE), DEVICE)
+    assert outcome.problems == []
+    assert len(outcome.rows) == 8, "two implementations, two layouts, two timings"
+    path = tmp_path / "results.json"
+    data = {"schema": 1, "digest": "", "environment": environment.describe(DEVICE), "ceilings": limits}
+    results.save(path, data | {"rows": outcome.rows})
+    assert results.load(path)["rows"] == outcome.rows
+
+
+def test_events_agree_with_the_profiler():
+    case = problem()
+    tensors = inputs.tensors(case, DEVICE)
+    options = inputs.options(case)
+
+    def call(_):
+        return functional.depthwise_separable_conv2d(*tensors, **options)
+
+    with torch.no_grad():
+        timed = timing.interleaved({"x": timing.Candidate(call)}, sets=2, samples=30, device=DEVICE)["x"].median_ms
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for i in range(30):
+                call(i)
+            torch.cuda.synchronize()
+    kernels = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    profiled = sum(event.self_device_time_total for event in kernels) / 30 / 1e3
+    # The profiler leaves out the gaps between kernels, which are a few microseconds.
+    assert 0.9 * profiled < timed < 1.1 * profiled + 0.005
+
+
+def test_a_stub_is_refused_on_the_device(limits, monkeypatch):
+    monkeypatch.setattr(functional, "depthwise_separable_conv2d", lambda x, *a, **k: x)
+    outcome = runner.measure(Case("stub", problem(n=8)), runner.Plan(samples=3), limits, {}, DEVICE)
+    assert {row["impl"] for row in outcome.rows} == {"eager"}
+    assert len(outcome.problems) == 2
+
+
+def test_ceilings_are_plausible(limits):
+    assert set(limits) == {"copy_TBps", "bf16_TFLOPS", "fp16_TFLOPS", "tf32_TFLOPS", "fp32_TFLOPS"}
+    assert 0.1 < limits["copy_TBps"] < 20
+    assert limits["fp32_TFLOPS"] < limits["tf32_TFLOPS"] < limits["fp16_TFLOPS"]
+
+
+def test_cold_and_warm_starts():
+    times = startup.measure(problem(n=8))
+    assert not times["cold"]["cache_hit"] and times["warm"]["cache_hit"]
+    assert times["warm"]["total_ms"] < times["cold"]["total_ms"]
+
+
+def test_overhead_is_in_microseconds():
+    found = overhead.measure(DEVICE)
+    assert set(found) == {"functional", "op.run", "F.conv2d", "F.conv2d pair"}
+    assert all(0.5 < value < 1000 for value in found.values())
+    assert found["F.conv2d"] < found["F.conv2d pair"]

@@ -1,0 +1,315 @@
+"""The command line: exit status, what goes to stdout, and one clear sentence for each wrong use."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cutlass_sep import cli, commands, compiler, errors, functional, op, toolchain
+from cutlass_sep.bench import inputs, results, session
+
+SMALL = ["--shape", "2,8,12,12", "--out-channels", "16"]
+GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUTLASS_SEP_ARCH", raising=False)
+    compiler._memory.clear()  # each command line is a process of its own
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*arguments) -> (exit status, stdout, stderr)."""
+
+    def call(*arguments):
+        status = cli.main(list(arguments))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    def call(*arguments):
+        status, out, _ = run(*arguments, "--json")
+        return status, json.loads(out)
+
+    return call
+
+
+# --- what works anywhere
+
+
+def test_emit_prints_the_source_and_nothing_else(run):
+    status, out, err = run("emit", *SMALL)
+    expected = op.DepthwiseSeparableConv2d(
+        *inputs.tensors(commands._op(cli.parser().parse_args(["emit", *SMALL])).problem, "meta"), padding=1
+    ).source
+    assert status == 0
+    assert out == expected
+    assert 'extern "C" __global__' in out
+
+
+def test_emit_to_a_file_and_as_json(run, run_json, tmp_path):
+    path = tmp_path / "kernel.cu"
+    status, out, _ = run("emit", *SMALL, "--output", str(path))
+    assert (status, out) == (0, "")
+    status, data = run_json("emit", *SMALL)
+    assert status == 0
+    assert data["source"] == path.read_text()
+    assert (data["arch"], data["problem"]["c"], data["problem"]["kernel"]) == ("sm_90a", 8, [3, 3])
+    assert data["gpu"] is None or GPU
+
+
+def test_problem_arguments_reach_the_problem(run_json):
+    status, data = run_json(
+        "emit", "--shape", "2,8,12,16", "--out-channels", "5", "--kernel", "3,5", "--stride", "2,1", "--padding", "1,2",
+        "--dilation", "1,2", "--bias", "--dtype", "bfloat16", "--layout", "channels_last", "--mid-activation", "relu6",
+        "--activation", "gelu_tanh", "--arch", "sm_90a",
+    )  # fmt: skip
+    assert status == 0, data
+    expected = {
+        "n": 2, "c": 8, "h": 12, "w": 16, "o": 5, "kernel": [3, 5], "stride": [2, 1], "padding": [1, 1, 2, 2],
+        "dilation": [1, 2], "dw_bias": True, "pw_bias": True, "dtype": "bfloat16", "layout": "channels_last",
+        "mid_activation": "relu6", "activation": "gelu_tanh", "fp32_precision": None,
+    }  # fmt: skip
+    assert {name: data["problem"][name] for name in expected} == expected
+    status, data = run_json("emit", *SMALL, "--kernel", "4", "--padding", "same", "--fp32-precision", "tf32")
+    assert (status, data["problem"]["padding"], data["problem"]["fp32_precision"]) == (0, [1, 2, 1, 2], "tf32")
+
+
+def test_compile_reports_resources_and_then_hits_the_cache(run, run_json, tmp_path):
+    path = tmp_path / "kernel.cubin"
+    status, first = run_json("compile", *SMALL, "--output", str(path))
+    assert status == 0
+    used = first["compile"]["resources"]
+    assert used and all(kernel["registers"] > 0 and kernel["spill_bytes"] == 0 for kernel in used.values())
+    assert path.read_bytes()[:4] == b"\x7fELF" and len(path.read_bytes()) == first["compile"]["cubin_bytes"]
+    assert not first["compile"]["cache_hit"]
+    compiler._memory.clear()
+    status, second = run_json("compile", *SMALL)
+    assert status == 0 and second["compile"]["cache_hit"]
+    assert second["compile"]["key"] == first["compile"]["key"]
+    status, out, err = run("compile", *SMALL)
+    assert status == 0 and "registers" in out and "compiling" in err
+
+
+@pytest.mark.skipif(GPU, reason="asserts what happens without a GPU")
+def test_demo_without_a_gpu_says_so_and_succeeds(run, run_json):
+    status, data = run_json("demo", *SMALL)
+    assert status == 0
+    assert data["gpu"] is None and data["verify"] is None and data["rows"] is None
+    assert data["arch"] == "sm_90a" and data["compile"]["resources"]
+    status, out, _ = run("demo", *SMALL)
+    assert status == 0 and "no GPU" in out and "CUDA C++" in out
+
+
+def test_demo_is_of_the_lead_shape_unless_told_otherwise():
+    assert commands._op(cli.parser().parse_args(["demo"])).problem == inputs.lead().problem
+
+
+def test_cache_commands(run_json, tmp_path):
+    status, empty = run_json("cache", "info")
+    assert (status, empty["entries"], empty["path"]) == (0, 0, str(tmp_path / "cache"))
+    status, warmed = run_json("cache", "warm", *SMALL)
+    assert status == 0 and len(warmed["kernels"]) == 1 and not warmed["kernels"][0]["cache_hit"]
+    status, listed = run_json("cache", "list")
+    assert status == 0 and [entry["key"] for entry in listed["entries"]] == [warmed["kernels"][0]["key"]]
+    status, cleared = run_json("cache", "clear")
+    assert (status, cleared["removed"]["entries"]) == (0, 1)
+    assert run_json("cache", "list")[1]["entries"] == []
+
+
+def test_cache_warm_takes_a_file_of_layers(run_json, tmp_path):
+    extents = {"batch": 1, "cin": 8, "cout": 8, "h": 8, "w": 8, "kernel": 3, "stride": 1, "padding": 1, "dilation": 1}
+    names = ("bias", "pw_bias", "mid_norm", "out_norm", "mid_activation", "out_activation", "se", "residual")
+    layer = {"op": "dwsep2d", **extents, **dict.fromkeys(names), "mid_norm": "BN", "mid_activation": "ReLU"}
+    path = tmp_path / "layers.jsonl"
+    path.write_text("\n".join(json.dumps({**layer, "id": name, "batch": n}) for n, name in enumerate("abc", 1)))
+    status, data = run_json("cache", "warm", "--layers", str(path))
+    assert status == 0
+    assert len(data["kernels"]) == 3 and len({kernel["key"] for kernel in data["kernels"]}) == 1, (
+        "the batch is no constant"
+    )
+
+
+def test_doctor(run, run_json, monkeypatch):
+    status, data = run_json("doctor")
+    assert status == 0 and data["ok"]
+    names = {check["name"] for check in data["checks"]}
+    assert {"python", "torch", "gpu", "templates", "nvrtc", "headers", "cache", "compile"} <= names
+
+    def missing():
+        raise errors.EnvironmentProblem("no headers here")
+
+    monkeypatch.setattr(toolchain, "include_paths", missing)
+    status, out, _ = run("doctor")
+    assert status == 3 and "MISSING" in out and "no headers here" in out and "remedy" in out
+
+
+def test_digest(run, run_json, tmp_path, monkeypatch):
+    where = dict.fromkeys(("gpu", "driver", "torch", "cudnn", "nvrtc", "cutlass", "date"), "x")
+    path = tmp_path / "gpu.json"
+    results.save(path, {"schema": 1, "digest": "", "environment": where, "ceilings": {}, "rows": []})
+    status, out, _ = run("digest", str(path))
+    assert status == 0 and json.loads(path.read_text())["digest"] in out and "current" in out
+    data = {**json.loads(path.read_text()), "digest": "0" * 64}
+    path.write_text(json.dumps(data))
+    status, report = run_json("digest", str(path))
+    assert status == 1 and report["files"][0]["recorded"] != report["files"][0]["now"]
+    path.write_text(json.dumps({**data, "stale": "kernels changed"}))
+    status, out, _ = run("digest", str(path))
+    assert status == 0 and "stale: kernels changed" in out
+    path.write_text("[]")
+    assert run("digest", str(path))[0] == 2
+    assert run("digest", str(tmp_path / "absent.json"))[0] == 2
+
+
+# --- what needs a GPU
+
+
+@pytest.mark.skipif(GPU, reason="asserts what happens without a GPU")
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_without_a_gpu_running_commands_exit_3(run, run_json, command):
+    status, out, err = run(command, *SMALL)
+    assert status == 3 and out == "" and "needs an NVIDIA GPU" in err
+    status, data = run_json(command, *SMALL)
+    assert (status, data["error"]) == (3, "EnvironmentProblem")
+
+
+def test_verify_fails_on_wrong_and_on_unwritten_values(run, run_json, monkeypatch):
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+
+    def right(self, *tensors, out):
+        return out.copy_(functional.depthwise_separable_conv2d(*tensors, padding=1))
+
+    monkeypatch.setattr(op.DepthwiseSeparableConv2d, "run", right)
+    status, data = run_json("verify", *SMALL, "--seed", "5")
+    assert status == 0 and data["verify"]["ok"] and data["seed"] == 5
+    assert run_json("verify", *SMALL, "--seed", "5")[1]["verify"] == data["verify"], "a seed repeats the data"
+    assert run_json("verify", *SMALL)[1]["verify"]["rel_error"] != data["verify"]["rel_error"], "else it is fresh"
+
+    monkeypatch.setattr(op.DepthwiseSeparableConv2d, "run", lambda self, *t, out: out)
+    status, out, _ = run("verify", *SMALL)
+    assert status == 1 and "WRONG" in out
+    monkeypatch.setattr(op.DepthwiseSeparableConv2d, "run", lambda self, *t, out: out.zero_())
+    status, data = run_json("verify", *SMALL)
+    assert status == 1 and not data["verify"]["ok"] and data["verify"]["rel_error"] == 1.0
+
+
+@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (False, 1)])
+def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expected):
+    asked = []
+
+    class Finished:
+        def __init__(self):
+            self.ok = ok
+
+        def to_json(self):
+            return {"ok": ok}
+
+    def fake(request, device, output):
+        asked.append(request)
+        return Finished()
+
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(session, "run", fake)
+    path = str(tmp_path / "out.json")
+    status, _ = run_json("bench", "--suite", "lead", "--rows", "1:3", "--peers", "eager", "--append", "--output", path)
+    assert status == expected
+    (request,) = asked
+    assert [case.problem.dtype for case in request.cases] == [dtype for dtype, _ in session.LEAD_VARIANTS[1:3]]
+    assert all(case.id == "lead2d" for case in request.cases)
+    assert request.peers == ("eager",) and request.append and str(request.output) == path
+    run_json("bench", "--suite", "lead", "--dtype", "float32", "--fp32-precision", "tf32")
+    (case,) = asked[-1].cases
+    assert (case.problem.dtype, case.problem.fp32_precision) == ("float32", "tf32")
+    run_json("bench", *SMALL)
+    (case,) = asked[-1].cases
+    assert (case.id, case.problem.c, case.problem.o) == ("custom", 8, 16)
+
+
+# --- wrong usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["frobnicate"], "frobnicate"),
+        ([], "COMMAND"),
+        (["emit", "--op", "conv3d"], "--op"),
+        (["emit", "--shape", "1,2,3"], "--shape"),
+        (["emit", "--shape", "a,b,c,d"], "--shape"),
+        (["emit", "--out-channels", "0"], "--out-channels"),
+        (["emit", "--kernel", "3,3,3"], "--kernel"),
+        (["emit", "--padding", "SAME"], "--padding"),
+        (["emit", "--padding", "-1"], "--padding"),
+        (["emit", "--dtype", "float64"], "--dtype"),
+        (["emit", "--activation", "mish"], "--activation"),
+        (["emit", "--fp32-precision", "bf16"], "--fp32-precision"),
+        (["emit", "--path", "torch"], "--path"),
+        (["emit", "--arch", "sm_42"], "sm_42"),
+        (["emit", "--shape", "1,8,3,3", "--kernel", "5", "--padding", "0"], "exceeds"),
+        (["emit", *SMALL, "--stride", "0"], "stride"),
+        (["emit", *SMALL, "--stride", "2", "--padding", "same"], "same"),
+        (["emit", "--shape", "0,8,8,8"], "empty batch"),
+        (["emit", "--shape", "1,8,0,8"], "empty"),
+        (["compile", *SMALL, "--arch", "sm_80", "--path", "sm90"], "sm90"),
+        (["cache", "warm", "--layers", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["bench", "--rows", "3"], "--rows"),
+        (["bench", "--samples", "0"], "--samples"),
+    ],
+)
+def test_wrong_usage_exits_2_and_names_what(run, run_json, arguments, named):
+    status, out, err = run(*arguments)
+    assert status == 2
+    assert out == ""
+    assert named in err
+    status, data = run_json(*arguments)
+    assert status == 2 and named in data["message"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"), [("--peers", "tensorrt", "eager"), ("--timing", "wall", "events")]
+)
+def test_unknown_peers_and_timings_are_wrong_usage(run, option, value, allowed):
+    status, _, err = run("bench", option, value)
+    assert status == 2 and value in err and allowed in err
+
+
+def test_arch_from_the_environment(run_json, monkeypatch):
+    monkeypatch.setenv("CUTLASS_SEP_ARCH", "sm_42")
+    status, data = run_json("emit", *SMALL)
+    assert status == 2 and "sm_42" in data["message"]
+
+
+def test_a_failed_compilation_exits_1(run, monkeypatch):
+    def fail(*args, **kwargs):
+        raise errors.CompileError("kernel", "sm_90a", "13.0", (), "line 1: error", None)
+
+    monkeypatch.setattr("cutlass_sep.kernel.build", fail)
+    status, _, err = run("compile", *SMALL)
+    assert status == 1 and "line 1: error" in err
+
+
+def test_python_dash_m_is_the_same_command(tmp_path):
+    environment = {**os.environ, "CUTLASS_SEP_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "cutlass_sep", "cache", "info", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout)["path"] == str(tmp_path)
+
+
+def test_help_needs_no_compiler():
+    code = (
+        "import sys; from cutlass_sep.cli import parser; parser().format_help(); "
+        "loaded = [m for m in ('cuda.core', 'cutlass_library', 'cutlass_cppgen', 'jinja2') if m in sys.modules]; "
+        "sys.exit(','.join(loaded) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,227 @@
+"""Results files: the schema, merging, the digest, and that committed results are those of the kernels as they are."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from cutlass_sep import compiler, planner
+from cutlass_sep.bench import inputs, results
+from cutlass_sep.schedule import candidates
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+GPU_TESTS = ROOT / "tests" / "gpu" / "results.json"
+ARCH = "sm_90a"
+
+
+def make_row(case=None, schedule=None, **changes):
+    case = case or inputs.lead()
+    problem = case.problem
+    if schedule is None:
+        schedule = planner.plan(problem, ARCH).schedule
+    row = {
+        "id": case.id,
+        "op": "dwsep2d",
+        "shape": results.shape_of(problem, inputs.padding_argument(problem)),
+        "dw_bias": problem.dw_bias,
+        "pw_bias": problem.pw_bias,
+        "mid_activation": problem.mid_activation,
+        "activation": problem.activation,
+        "dtype": problem.dtype,
+        "layout": problem.layout,
+        "fp32_precision": problem.fp32_precision,
+        "impl": "cutlass_sep",
+        "timing": "events",
+        "path": schedule.path,
+        "form": None,
+        "schedule": schedule.to_json(),
+        "arch": ARCH,
+        "median_ms": 1.0,
+        "p10_ms": 0.9,
+        "p90_ms": 1.1,
+        "runs": 40,
+        "floor_ms": 0.75,
+        "floor_kind": "bytes",
+        "rel_error": 4e-7,
+        "max_abs_error": 1e-6,
+    }
+    row["digest"] = results.digest([row])
+    return {**row, **changes}
+
+
+def make_peer(**changes):
+    row = make_row()
+    del row["digest"]
+    return {**row, "impl": "eager", "path": None, "schedule": None, "arch": None, "measured": {}, **changes}
+
+
+def make_results(*rows):
+    where = dict.fromkeys(("gpu", "driver", "torch", "cudnn", "nvrtc", "cutlass", "date"), "x")
+    return {"schema": 1, "digest": "", "environment": where, "ceilings": {}, "rows": list(rows)}
+
+
+def test_a_row_gives_back_its_problem():
+    for case in (inputs.lead("bfloat16", "channels_last"), *inputs.layers(ROOT / "benchmarks" / "layers.jsonl")[0]):
+        row = {
+            "shape": results.shape_of(case.problem, inputs.padding_argument(case.problem)),
+            **{
+                name: getattr(case.problem, name)
+                for name in ("dtype", "layout", "dw_bias", "pw_bias", "mid_activation")
+            },
+            **{name: getattr(case.problem, name) for name in ("activation", "fp32_precision")},
+        }
+        assert results.problem_of(json.loads(json.dumps(row))) == case.problem
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "deep" / "h200.json"
+    data = make_results(make_row(), make_peer())
+    results.save(path, data)
+    loaded = results.load(path)
+    assert loaded["digest"] == results.digest(data["rows"]) != ""
+    assert loaded["rows"] == data["rows"]
+    assert [p.name for p in path.parent.iterdir()] == ["h200.json"], "no temporary file stays"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float64"}, "dtype"),
+        ({"layout": "nhwc"}, "layout"),
+        ({"impl": "magic"}, "impl"),
+        ({"timing": "wall"}, "timing"),
+        ({"floor_kind": "flops"}, "floor_kind"),
+        ({"fp32_precision": None}, "fp32_precision"),
+        ({"median_ms": None}, "median_ms"),
+        ({"rel_error": float("nan")}, "rel_error"),
+        ({"p10_ms": 1.05}, "out of order"),
+        ({"median_ms": 0.0, "p10_ms": 0.0}, "out of order"),
+        ({"path": None}, "own rows name one"),
+        ({"path": "torch"}, "schedule"),
+        ({"shape": {"N": 1}}, "shape"),
+    ],
+)
+def test_rows_that_break_the_format_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        results.validate(make_results(make_row(**change)))
+
+
+def test_files_that_break_the_format_are_named(tmp_path):
+    for missing in ("schema", "digest", "environment", "ceilings", "rows"):
+        data = make_results()
+        del data[missing]
+        with pytest.raises(ValueError, match=missing):
+            results.validate(data)
+    with pytest.raises(ValueError, match="schema 2"):
+        results.validate({**make_results(), "schema": 2})
+    with pytest.raises(ValueError, match="twice"):
+        results.validate(make_results(make_row(), make_row()))
+    with pytest.raises(ValueError, match="measured"):
+        peer = make_peer()
+        del peer["measured"]
+        results.validate(make_results(peer))
+    broken = tmp_path / "x.json"
+    broken.write_text("{")
+    with pytest.raises(ValueError, match=r"x\.json"):
+        results.load(broken)
+
+
+def test_merging_replaces_the_same_measurement_whatever_was_planned():
+    first, second, *_ = candidates(inputs.lead().problem, ARCH, "sm90")
+    data = make_results(make_row(schedule=first), make_peer())
+    results.merge(data, [make_row(schedule=second, median_ms=0.95)])
+    own = [row for row in data["rows"] if row["impl"] == "cutlass_sep"]
+    assert [row["schedule"] for row in own] == [second.to_json()]
+    assert len(data["rows"]) == 2
+    results.merge(data, [make_row(schedule=first, forced=True), make_peer(layout="channels_last")])
+    assert len(data["rows"]) == 4, "a forced path is another measurement, and so is another layout"
+    results.validate(data)
+
+
+def test_digest_follows_what_a_kernel_is_made_from(monkeypatch):
+    rows = [make_row(), make_row(inputs.lead("bfloat16", "channels_last")), make_peer()]
+    base = results.digest(rows)
+    assert results.digest(list(reversed(rows))) == base, "order does not count"
+    assert results.digest([*rows, make_peer(layout="channels_last")]) == base, "peers do not count"
+    faster = copy.deepcopy(rows)
+    faster[0]["median_ms"] = 0.95
+    assert results.digest(faster) == base, "what came out does not count"
+    assert results.digest(rows[:1]) != base
+    second = candidates(inputs.lead().problem, ARCH, "sm90")[1]
+    assert results.digest([make_row(schedule=second), *rows[1:]]) != base
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "option_strings", lambda arch: (f"-arch={arch}", "--use_fast_math"))
+        assert results.digest(rows) != base
+        assert not results.is_current(rows[0])
+    with monkeypatch.context() as patch:
+        render = results.source.render
+        patch.setattr(results.source, "render", lambda *a: render(*a) + "// edited\n")
+        assert results.digest(rows) != base
+    with monkeypatch.context() as patch:
+        patch.setattr(results.metadata, "version", lambda name: "4.3.0")
+        assert results.digest(rows) != base
+    assert results.digest(rows) == base
+    assert results.is_current(rows[0]) and results.is_current(rows[2])
+
+
+def test_prose_does_not_count_in_the_launch_module():
+    plain = 'import os\n\n\nclass A:\n    x = "# no comment"\n\n    def f(self):\n        return f"{self.x}#"\n'
+    told = (
+        '"""A module.\n\nOf two paragraphs, with an é.\n"""\nimport os  # the system\n\n# A class\nclass A:\n'
+        '    """Of attributes."""\n\n    x = "# no comment"\n\n    def f(self):\n        """Give x."""\n'
+        '        # é here\n        return f"{self.x}#"  # é there\n'
+    )
+    assert results.strip_prose(told) == results.strip_prose(plain)
+    assert results.strip_prose(plain) == "\n".join(line for line in plain.splitlines() if line)
+    assert results.strip_prose(plain.replace("self.x}#", "self.x}!")) != results.strip_prose(plain)
+
+
+def test_digest_of_problems_counts_what_ran():
+    case = inputs.lead()
+    schedule = planner.plan(case.problem, ARCH).schedule
+    entry = results.ran(case.problem, schedule.path, schedule, ARCH)
+    assert json.loads(json.dumps(entry)) == entry
+    base = results.digest_of_problems([entry])
+    assert results.digest_of_problems([]) != base
+    assert results.digest_of_problems([results.ran(case.problem, "torch", None, ARCH)]) != base
+
+
+# --- the committed files
+
+
+def report_stale(data):
+    if "stale" in data:
+        pytest.skip(f"the results are older than the kernels: {data['stale']}")
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
+def test_committed_benchmarks_are_of_these_kernels(path):
+    data = results.load(path)
+    report_stale(data)
+    assert results.digest(data["rows"]) == data["digest"]
+    assert all(results.is_current(row) for row in data["rows"])
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.name)
+def test_the_planner_picks_what_was_measured(path):
+    data = results.load(path)
+    report_stale(data)
+    for row in data["rows"]:
+        if row["impl"] != results.OWN or row.get("tuned"):
+            continue
+        chosen = planner.plan(results.problem_of(row), row["arch"], row["path"] if row.get("forced") else None)
+        assert chosen.path == row["path"], row["id"]
+        assert (chosen.schedule.to_json() if chosen.schedule else None) == row["schedule"], row["id"]
+
+
+@pytest.mark.skipif(not GPU_TESTS.exists(), reason="no results of GPU tests are committed")
+def test_committed_gpu_tests_are_of_these_kernels():
+    data = json.loads(GPU_TESTS.read_text())
+    report_stale(data)
+    assert results.digest_of_problems(data["problems"]) == data["digest"]
+    assert data["failed"] == []
+    counted = {path: sum(entry["path"] == path for entry in data["problems"]) for path in ("sm90", "portable", "torch")}
+    assert data["paths"] == counted
