@@ -11,7 +11,8 @@ namespace cutlass_sep {
 template <class Config>
 struct DepthwiseWeights {
   using G = Geometry<Config>;
-  static constexpr int kRowUnits = ceil_div(Config::kKernelW * G::kLaneChannels, 4);
+  static constexpr int units(int taps) { return ceil_div(taps * G::kLaneChannels, 4); }
+  static constexpr int kRowUnits = units(Config::kKernelW);
   /// 16-byte units of a lane column: odd, so that the four columns of a warp lie in different banks.
   static constexpr int kLaneUnits = (Config::kKernelH * kRowUnits + 1) | 1;
   static constexpr int kBytes = Config::kSlotChannels / G::kLaneChannels * kLaneUnits * 16;
@@ -26,12 +27,16 @@ struct DepthwiseWeights {
 
   CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int mma_step, int t) : lane(chunk + index(mma_step, t, 0, 0, 0)) {}
 
-  /// Kernel row `row`: tap s of channel j is value[s * kLaneChannels + j].
-  CUTLASS_DEVICE void load_row(Row& value, int row) const {
+  CUTLASS_DEVICE float const* tap(int row, int s) const { return lane + row * kRowUnits * 4 + s * G::kLaneChannels; }
+
+  /// `Taps` taps of kernel row `row`: tap first + s of channel j is value[s * kLaneChannels + j]; first * kLaneChannels is a multiple of 4.
+  template <int Taps>
+  CUTLASS_DEVICE void load_taps(float (&value)[units(Taps) * 4], int row, int first) const {
     CUTLASS_PRAGMA_UNROLL
-    for (int u = 0; u < kRowUnits; ++u)
-      *reinterpret_cast<float4*>(value + 4 * u) = *reinterpret_cast<float4 const*>(lane + (row * kRowUnits + u) * 4);
+    for (int u = 0; u < units(Taps); ++u)
+      *reinterpret_cast<float4*>(value + 4 * u) = *reinterpret_cast<float4 const*>(tap(row, first) + u * 4);
   }
+  CUTLASS_DEVICE void load_row(Row& value, int row) const { load_taps<Config::kKernelW>(value, row, 0); }
   CUTLASS_DEVICE float4 load_bias() const { return *reinterpret_cast<float4 const*>(lane + Config::kKernelH * kRowUnits * 4); }
 };
 
@@ -46,12 +51,14 @@ struct PixelMajorRow {
 
   uint32_t offset[kWindow];  // of each window column, for MMA step 0
 
+  /// Of lane column t's bytes for MMA step 0 of a column.
+  CUTLASS_DEVICE static uint32_t column_offset(int column, int t) {
+    return column * kColumnBytes + ((((t >> 1) ^ column) & 7) << 4) + (t & 1) * 8;
+  }
+
   CUTLASS_DEVICE PixelMajorRow(int column, int t) {
     CUTLASS_PRAGMA_UNROLL
-    for (int u = 0; u < kWindow; ++u) {
-      int const c = column + u;
-      offset[u] = c * kColumnBytes + ((((t >> 1) ^ c) & 7) << 4) + (t & 1) * 8;
-    }
+    for (int u = 0; u < kWindow; ++u) offset[u] = column_offset(column + u, t);
   }
 
   static constexpr bool used(int u) {

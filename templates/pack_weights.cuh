@@ -18,9 +18,9 @@ struct PackedWeights {
   static constexpr int kPointwiseBytes = kAtoms * kParts * kPartBytes;
   static constexpr int kStageBytes = round_up(kPointwiseBytes + DepthwiseWeights<Config>::kBytes, 1024);
   static constexpr int kStages = G::kOcTiles * G::kChunks;
-  static constexpr int kBiasOffset = kStages * kStageBytes;
-  static constexpr int kFlagOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
-  static constexpr int kBytes = round_up(kFlagOffset + kStages * 4, 256);
+  static constexpr int64_t kBiasOffset = int64_t(kStages) * kStageBytes;
+  static constexpr int64_t kFlagOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
+  static constexpr int64_t kBytes = (kFlagOffset + kStages * 4 + 255) / 256 * 256;
   static constexpr int kThreads = 256;
 
   /// Byte, within its stage, of MMA step `step` (of the chunk), part `part`, row 0.
