@@ -1,9 +1,11 @@
 """The command line: exit status, what goes to stdout, and one clear sentence for each wrong use."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,3 +315,14 @@ def test_help_needs_no_compiler():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_lists_every_command_and_option():
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (commands_action,) = [a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, sub in commands_action.choices.items():
+        assert f"`{name}" in readme, name
+        if name == "demo":
+            options = {option for action in sub._actions for option in action.option_strings if option.startswith("--")}
+            missing = {o for o in options - {"--help", "--op", "--no-bias"} if o not in readme}
+            assert missing == set()
