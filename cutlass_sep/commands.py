@@ -279,16 +279,20 @@ def _compile(built: op.DepthwiseSeparableConv2d, output: Output) -> dict[str, An
     built_in = f"built in {cubin.build_seconds:.2f} s by NVRTC {toolchain.nvrtc()}"
     how = "found in the cache" if cubin.cache_hit else built_in
     output.say(f"compiled  {how}: {len(cubin.code)} bytes, key {cubin.key[:16]}")
-    block = f"{kernel.geometry.threads} threads and {kernel.geometry.shared_bytes} bytes of dynamic shared memory"
     table = [(name, used.registers, used.shared_bytes, used.spill_bytes) for name, used in cubin.resources.items()]
-    columns = ("kernel", "registers", "static shared bytes", "spill bytes")
-    output.table(f"resources (main kernel: {block} a block)", columns, table)
+    output.table("resources", ("kernel", "registers", "static shared bytes", "spill bytes"), table)
+    geometry = kernel.geometry
+    output.say(
+        f"a block of the main kernel has {geometry.threads} threads, {geometry.shared_bytes} bytes of shared memory"
+    )
     return {
         "cache_hit": cubin.cache_hit,
         "build_seconds": cubin.build_seconds,
         "key": cubin.key,
         "cubin_bytes": len(cubin.code),
         "nvrtc": str(toolchain.nvrtc()),
+        "threads": kernel.geometry.threads,
+        "shared_bytes": kernel.geometry.shared_bytes,
         "resources": {name: vars(used) for name, used in cubin.resources.items()},
     }
 

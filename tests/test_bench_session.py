@@ -1,0 +1,183 @@
+"""A benchmark session from request to results file, with the host standing in for a GPU: its clock, its convolutions.
+
+The times mean nothing. What is tested is that values are checked, rows are whole, and files are merged as they must be.
+"""
+
+import contextlib
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cutlass_sep import arch, functional
+from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, session, startup
+from cutlass_sep.bench.inputs import Case
+from cutlass_sep.console import Output
+
+DEVICE = torch.device("cpu")
+LIMITS = {"copy_TBps": 4.0, "bf16_TFLOPS": 700.0, "fp16_TFLOPS": 700.0, "tf32_TFLOPS": 350.0, "fp32_TFLOPS": 50.0}
+
+
+class HostEvent:
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream=None):
+        self.seconds = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.seconds - self.seconds)
+
+
+@pytest.fixture(autouse=True)
+def host_as_gpu(monkeypatch):
+    properties = type("Properties", (), {"L2_cache_size": 1 << 16})()
+    for name, stand_in in {
+        "Event": HostEvent,
+        "_sleep": lambda cycles: None,
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda device: properties,
+        "get_device_name": lambda device: "Host",
+        "mem_get_info": lambda device: (1 << 22, 1 << 22),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(arch, "of_device", lambda index: "sm_90a")
+    monkeypatch.setattr(environment, "driver_version", lambda: "0")
+
+
+@pytest.fixture
+def ceilings_known(monkeypatch):
+    monkeypatch.setattr(ceilings, "measure", lambda device: LIMITS)
+
+
+def case(name="a", dtype="float32", **changes):
+    problem = replace(inputs.lead(dtype).problem, **{"n": 1, "c": 8, "h": 10, "w": 10, "o": 8, **changes})
+    return Case(name, problem.with_alignment(), "a note")
+
+
+def request(*cases, **changes):
+    return session.Request(**{"cases": cases, "samples": 3, "peers": ("eager",), **changes})
+
+
+def run(*cases, **changes):
+    return session.run(request(*cases, **changes), DEVICE, Output(as_json=True))
+
+
+def test_a_session_writes_whole_rows(ceilings_known, tmp_path, capsys):
+    path = tmp_path / "host.json"
+    finished = run(case(), case("b", "bfloat16"), output=path)
+    assert finished.problems == []
+    data = results.load(path)
+    assert data == {**finished.results, "digest": data["digest"]} == json.loads(path.read_text())
+    measured = {(r["id"], r["dtype"], r["fp32_precision"], r["layout"], r["impl"]) for r in data["rows"]}
+    assert measured == {
+        (id_, dtype, precision, layout, impl)
+        for id_, dtype, precision in (("a", "float32", "ieee"), ("b", "bfloat16", None))
+        for layout in ("contiguous", "channels_last")
+        for impl in ("cutlass_sep", "eager")
+    }
+    for row in data["rows"]:
+        assert row["runs"] == 3 and row["rel_error"] < 1e-2 and row["note"] == "a note"
+        assert ("measured" in row) == (row["impl"] == "eager")
+        assert row["path"] == ("torch" if row["impl"] == "cutlass_sep" else None)
+    assert "over best peer" in capsys.readouterr().err, "the table goes to stderr with --json"
+    assert json.loads(json.dumps(finished.to_json(), allow_nan=False))["gpu"] == "Host"
+
+
+def test_appending_keeps_other_rows_and_drops_changed_kernels(ceilings_known, tmp_path):
+    path = tmp_path / "host.json"
+    run(case(), output=path)
+    run(case("b"), output=path, append=True)
+    assert {row["id"] for row in results.load(path)["rows"]} == {"a", "b"}
+    data = results.load(path)
+    for row in data["rows"]:
+        if row["id"] == "a" and row["impl"] == "cutlass_sep":
+            row["digest"] = "of an older kernel"
+    results.save(path, data)
+    run(case("c"), output=path, append=True)
+    rows = results.load(path)["rows"]
+    assert {row["id"] for row in rows if row["impl"] == "cutlass_sep"} == {"b", "c"}
+    run(case("d"), output=path)
+    assert {row["id"] for row in results.load(path)["rows"]} == {"d"}
+
+
+def test_wrong_values_get_no_row(ceilings_known, monkeypatch):
+    right = functional.depthwise_separable_conv2d
+    calls = []
+
+    def wrong(*args, **kwargs):
+        calls.append(1)
+        return right(*args, **kwargs) + 1e-3
+
+    monkeypatch.setattr(runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None})())
+    monkeypatch.setattr(functional, "depthwise_separable_conv2d", wrong)
+    finished = run(case())
+    assert {row["impl"] for row in finished.measured} == {"eager"}
+    assert len(finished.problems) == 2 and all("relative error" in sentence for sentence in finished.problems)
+    assert not finished.ok
+    assert len(calls) == 2, "refused at the first call of each layout, and not timed"
+
+
+def test_impossible_times_get_no_row(monkeypatch):
+    monkeypatch.setattr(ceilings, "measure", lambda device: {**LIMITS, "copy_TBps": 1e-9})
+    finished = run(case())
+    assert finished.measured == []
+    assert len(finished.problems) == 4 and all("TB/s" in sentence for sentence in finished.problems)
+
+
+def test_a_peer_that_fails_costs_only_its_row(ceilings_known, monkeypatch):
+    def build(impl, problem):
+        raise RuntimeError("inductor is unwell")
+
+    monkeypatch.setattr(runner.peers, "build", build)
+    finished = run(case())
+    assert {row["impl"] for row in finished.measured} == {"cutlass_sep"}
+    assert any("inductor is unwell" in sentence for sentence in finished.problems)
+
+
+def test_slower_rows_fail_the_session(ceilings_known, monkeypatch):
+    right = functional.depthwise_separable_conv2d
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None})())
+    monkeypatch.setattr(functional, "depthwise_separable_conv2d", slow)
+    finished = run(case())
+    assert finished.problems == [] and not finished.ok
+    assert {entry["layout"] for entry in finished.to_json()["slower"]} == {"contiguous", "channels_last"}
+
+
+def test_starts_and_calls_are_reported(ceilings_known, monkeypatch, tmp_path, capsys):
+    times = {"emit_ms": 1.0, "compile_ms": 2.0, "load_and_run_ms": 3.0, "total_ms": 6.0, "cache_hit": False}
+    monkeypatch.setattr(startup, "measure", lambda problem: {"cold": times, "warm": times})
+    monkeypatch.setattr(overhead, "measure", lambda device: {"functional": 4.5})
+    path = tmp_path / "host.json"
+    run(case(), output=path, startup=True)
+    assert results.load(path)["startup"]["cold"] == times
+    text = capsys.readouterr().err
+    assert "cold start to the first result: 6 ms" in text and "functional: 4.50 us" in text
+    run(case("b"), output=path, append=True)
+    assert results.load(path)["overhead_us"] == {"functional": 4.5}
+
+
+def test_the_lead_shape_has_every_peer_and_others_eager(ceilings_known):
+    unsaid = request(peers=None)
+    assert session._peers(unsaid, inputs.lead()) == ("eager", "compile", "compile-max-autotune")
+    assert session._peers(unsaid, case()) == ("eager",)
+
+
+def test_ceilings_are_measured(monkeypatch):
+    monkeypatch.setattr(ceilings, "_MATMUL", 32)
+    monkeypatch.setattr(ceilings, "_SAMPLES", 2)
+    found = ceilings.measure(DEVICE)
+    assert set(found) == set(LIMITS) and all(value > 0 for value in found.values())
