@@ -2,6 +2,9 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,6 +190,85 @@ def test_digest_of_problems_counts_what_ran():
     base = results.digest_of_problems([entry])
     assert results.digest_of_problems([]) != base
     assert results.digest_of_problems([results.ran(case.problem, "torch", None, ARCH)]) != base
+
+
+# --- the results of GPU tests
+
+GPU_TEST_FILE = """
+import pytest
+from cutlass_sep import planner
+from cutlass_sep.bench import inputs, results
+
+PROBLEM = inputs.lead().problem
+
+
+def test_runs(record_property):
+    schedule = planner.plan(PROBLEM, "sm_90a").schedule
+    record_property("ran", results.ran(PROBLEM, schedule.path, schedule, "sm_90a"))
+    record_property("ran", results.ran(PROBLEM, "torch", None, "sm_90a"))
+
+
+def test_fails():
+    assert 1 == 2, "one is not two"
+
+
+def test_skips():
+    pytest.skip("no time")
+
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("no fixture")
+
+
+def test_has_no_fixture(broken):
+    pass
+"""
+
+
+def run_gpu_tests(folder, *arguments):
+    """Run the file above with the plugin; its results."""
+    (folder / "test_there.py").write_text(GPU_TEST_FILE)
+    target = folder / "results.json"
+    plugin = ["-p", "tests.gpu_results", "--gpu-results", str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *plugin, *arguments, str(folder / "test_there.py")],
+        cwd=ROOT, env=environment, capture_output=True, check=False,
+    )  # fmt: skip
+    return json.loads(target.read_text())
+
+
+def outcomes(data):
+    return {
+        test.split("::")[1]: (outcome, reason)
+        for outcome in ("passed", "failed", "skipped")
+        for test, reason in data[outcome]
+    }
+
+
+def test_the_plugin_records_outcomes_and_what_ran(tmp_path):
+    data = run_gpu_tests(tmp_path)
+    found = outcomes(data)
+    assert found["test_runs"] == ("passed", "")
+    assert found["test_fails"][0] == "failed" and "one is not two" in found["test_fails"][1]
+    assert found["test_skips"][0] == "skipped" and "no time" in found["test_skips"][1]
+    assert found["test_has_no_fixture"][0] == "failed" and "no fixture" in found["test_has_no_fixture"][1]
+    assert len(found) == 4
+    assert data["paths"] == {"sm90": 1, "portable": 0, "torch": 1}
+    assert results.digest_of_problems(data["problems"]) == data["digest"]
+    assert {entry["test"].split("::")[1] for entry in data["problems"]} == {"test_runs"}
+
+
+def test_the_plugin_keeps_other_outcomes_of_the_same_kernels(tmp_path):
+    run_gpu_tests(tmp_path, "-k", "runs")
+    data = run_gpu_tests(tmp_path, "-k", "skips", "--gpu-results-append")
+    assert set(outcomes(data)) == {"test_runs", "test_skips"} and data["paths"]["sm90"] == 1
+    assert set(outcomes(run_gpu_tests(tmp_path, "-k", "skips"))) == {"test_skips"}
+    data = run_gpu_tests(tmp_path, "-k", "runs")
+    (tmp_path / "results.json").write_text(json.dumps({**data, "digest": "of older kernels"}))
+    data = run_gpu_tests(tmp_path, "-k", "skips", "--gpu-results-append")
+    assert set(outcomes(data)) == {"test_skips"}
 
 
 # --- the committed files

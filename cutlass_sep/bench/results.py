@@ -145,11 +145,17 @@ def save(path: Path, results: dict[str, Any]) -> None:
     write_json(path, results)
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write JSON atomically, creating folders."""
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object atomically, one line for each entry and for each element of its lists; creates folders."""
+    entries = []
+    for name, value in data.items():
+        text = json.dumps(value, allow_nan=False)
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(json.dumps(element, allow_nan=False) for element in value) + "\n ]"
+        entries.append(f" {json.dumps(name)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    temporary.write_text("{\n" + ",\n".join(entries) + "\n}\n")
     os.replace(temporary, path)
 
 
