@@ -1,6 +1,7 @@
 """Results files: the schema, merging, the digest, and that committed results are those of the kernels as they are."""
 
 import copy
+import importlib.util
 import json
 import os
 import subprocess
@@ -190,6 +191,38 @@ def test_digest_of_problems_counts_what_ran():
     base = results.digest_of_problems([entry])
     assert results.digest_of_problems([]) != base
     assert results.digest_of_problems([results.ran(case.problem, "torch", None, ARCH)]) != base
+
+
+# --- the README's table
+
+
+def table_module():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_shows_own_rows_beside_their_best_peer():
+    own = make_row(median_ms=1.0, rel_error=4.6e-7)
+    slow, fast = make_peer(median_ms=5.0, rel_error=1.5e-7), make_peer(impl="compile", median_ms=2.9)
+    data = make_results(own, slow, fast, make_row(timing="cuda_graph", median_ms=0.5))
+    data["startup"] = {"cold": {"total_ms": 2500.2}, "warm": {"total_ms": 40.4}}
+    data["overhead_us"] = {"functional": 9.04, "F.conv2d": 12.0, "F.conv2d pair": 24.0}
+    text = table_module().table(data)
+    row = "| float32 ieee, contiguous | 1.000 | 75 % | 2.900 (compile, contiguous) | 2.90x | 4.6e-07 | 1.5e-07 |"
+    assert text.splitlines()[2:] == [
+        row,
+        "",
+        "From the first call to the first result: 2500 ms with an empty disk cache, 40 ms with a warm one.",
+        "Host time of a call: 9.0 us, beside 12.0 us of one `F.conv2d` and 24.0 us of the pair.",
+    ]
+
+
+@pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results of an H200 are committed")
+def test_the_readme_has_the_committed_numbers():
+    module = table_module()
+    assert module.section(module.README.read_text()) == module.table(results.load(module.RESULTS))
 
 
 # --- the results of GPU tests

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +75,11 @@ def errors(problem: SeparableConv2dProblem, tensors: Tensors, outputs: Mapping[s
     total = 0.0
     for start in range(0, problem.n, step):
         images = slice(start, start + step)
-        exact = reference.oracle(
-            tensors.x[images], *weights, problem.stride, problem.padding, problem.dilation, problem.mid_activation,
-            problem.activation,
-        )  # fmt: skip
+        with _without_search():
+            exact = reference.oracle(
+                tensors.x[images], *weights, problem.stride, problem.padding, problem.dilation, problem.mid_activation,
+                problem.activation,
+            )  # fmt: skip
         total += exact.square().sum().item()
         candidates = {name: y[images] for name, y in outputs.items()}
         candidates["rounding"] = exact.to(tensors.x.dtype)
@@ -88,6 +90,17 @@ def errors(problem: SeparableConv2dProblem, tensors: Tensors, outputs: Mapping[s
             largest[name] = worst if math.isnan(worst) else max(largest[name], worst)
             square[name] += difference.square_().sum().item()
     return {name: _errors(square[name], total, largest[name]) for name in square}
+
+
+@contextlib.contextmanager
+def _without_search() -> Iterator[None]:
+    """cudnn.benchmark off: in float64 it would try slow algorithms for seconds, to no purpose."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _errors(square: float, total: float, largest: float) -> Errors:
