@@ -5,11 +5,13 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+import cutlass_sep
 from cutlass_sep import cli, commands, compiler, errors, functional, op, toolchain
 from cutlass_sep.bench import inputs, results, session
 
@@ -67,6 +69,18 @@ def test_emit_to_a_file_and_as_json(run, run_json, tmp_path):
     assert data["source"] == path.read_text()
     assert (data["arch"], data["problem"]["c"], data["problem"]["kernel"]) == ("sm_90a", 8, [3, 3])
     assert data["gpu"] is None or GPU
+
+
+def test_emit_hands_the_op_and_the_folder_to_the_emission(run_json, monkeypatch, tmp_path):
+    written = []
+    fake = types.ModuleType("cutlass_sep.emit")
+    fake.pytorch = lambda *arguments: written.append(arguments)
+    monkeypatch.setitem(sys.modules, "cutlass_sep.emit", fake)
+    monkeypatch.setattr(cutlass_sep, "emit", fake, raising=False)
+    status, data = run_json("emit", *SMALL, "--project", str(tmp_path / "there"))
+    assert status == 0 and data["project"] == str(tmp_path / "there") and "source" not in data
+    ((built, name, folder),) = written
+    assert built.problem.to_json() == data["problem"] and folder == tmp_path / "there" and name.isidentifier()
 
 
 def test_problem_arguments_reach_the_problem(run_json):
