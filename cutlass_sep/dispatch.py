@@ -134,7 +134,11 @@ def _first_call(problem: SeparableConv2dProblem, tensors: tuple, copy_parameters
         except UNAVAILABLE as error:
             if not fallback_allowed():
                 raise
-            launcher = _Torch(problem, str(error))
+            reason = str(error)
+            if reason not in _warned:
+                _warned.add(reason)
+                warnings.warn(f"cutlass_sep falls back to path 'torch': {reason}", RuntimeWarning, stacklevel=4)
+            launcher = _Torch(problem, reason)
     return launcher, launcher(*tensors)
 
 
@@ -200,12 +204,8 @@ class _Torch:
         self.reason = reason
 
     def __call__(self, x, dw_weight, pw_weight, dw_bias, pw_bias) -> Tensor:
-        if self.reason is not None:
-            if not fallback_allowed():
-                raise Unsupported(self.reason)
-            if self.reason not in _warned:
-                _warned.add(self.reason)
-                warnings.warn(f"cutlass_sep falls back to path 'torch': {self.reason}", RuntimeWarning, stacklevel=4)
+        if self.reason is not None and not fallback_allowed():
+            raise Unsupported(self.reason)
         x = x.contiguous(memory_format=self.memory_format)
         y = reference.depthwise_separable_conv2d(x, dw_weight, pw_weight, dw_bias, pw_bias, *self.options)
         return y.contiguous(memory_format=self.memory_format)

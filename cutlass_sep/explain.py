@@ -84,7 +84,7 @@ def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[SeparableConv2dProblem,
     names = ("x", "dw_weight", "pw_weight", "dw_bias", "pw_bias")
     bound = dict(zip(names, args, strict=False)) | kwargs
     x = bound["x"]
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         # What the cast would give, as a meta tensor: same layout, a fresh (aligned) address.
         dtype = torch.get_autocast_dtype(x.device.type)
         bound |= {

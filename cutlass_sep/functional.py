@@ -68,7 +68,12 @@ def depthwise_separable_conv2d(
         batched, dw_weight, pw_weight, dw_bias, pw_bias, stride, pads, dilation,
         mid_activation, activation, fp32_precision,
     )  # fmt: skip
-    y = torch_ops.SeparableConv2d.apply(None, *arguments) if untouched else torch_ops.forward_op(*arguments)
+    if untouched:
+        y = torch_ops.SeparableConv2d.apply(None, *arguments)
+    elif not torch.compiler.is_compiling() and _transforms():
+        y = torch_ops.TransformedSeparableConv2d.apply(*arguments)
+    else:
+        y = torch_ops.forward_op(*arguments)
     return y if x.dim() == 4 else y.squeeze(0)
 
 

@@ -131,7 +131,8 @@ def depthwise_separable_conv2d_backward(
         if grad_x is not None:
             grad_x = grad_x[crop]
     grads = (grad_x, grad_dw, grad_pw, grad_dw_bias, grad_pw_bias)
-    return [None if g is None else _like(g, t) for g, t in zip(grads, inputs, strict=True)]
+    # oneDNN makes the gradient of a weight along with that of its bias, wanted or not.
+    return [_like(g, t) if want else None for g, t, want in zip(grads, inputs, needed, strict=True)]
 
 
 def _depthwise(x, weight, bias, stride, padding: Pads, dilation, tf32: bool) -> Tensor:

@@ -106,6 +106,45 @@ class SeparableConv2d(torch.autograd.Function):
         return None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
 
 
+class TransformedSeparableConv2d(torch.autograd.Function):
+    """The same in the form that torch.func's transforms (grad, vmap, ...) ask for; it costs more a call."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args):
+        return forward_op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5])
+        ctx.options = inputs[5:]
+
+    @staticmethod
+    def backward(ctx, grad):
+        needed = ctx.needs_input_grad[:5]
+        gradients = iter(TransformedGradients.apply(grad, *ctx.saved_tensors, *ctx.options, needed))
+        return *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
+
+
+class TransformedGradients(torch.autograd.Function):
+    """Gradients whose own derivative raises: torch.func would take what is not recorded for zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args):
+        return tuple(backward_op(*args))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError("depthwise_separable_conv2d has no second derivative")
+
+
 def _autograd(keyset, *args) -> Tensor:
     if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
         return SeparableConv2d.apply(keyset, *args)
@@ -141,6 +180,21 @@ def _backward_without_autocast(*args) -> list[Tensor]:
         return backward_op(*args)
 
 
+def _one_by_one(op):
+    """Rule of torch.vmap: calls `op` once an element of the mapped dimension."""
+
+    def rule(info, in_dims, *args):
+        results = [
+            op(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return [torch.stack(parts) for parts in zip(*results, strict=True)], [0] * len(results[0])
+
+    return rule
+
+
 library.impl("depthwise_separable_conv2d", _forward, "CompositeExplicitAutograd")
 library.impl("depthwise_separable_conv2d", _autograd, "Autograd", with_keyset=True)
 library.impl("depthwise_separable_conv2d_backward", _backward, "CompositeExplicitAutograd")
@@ -149,3 +203,5 @@ for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
     library.impl("depthwise_separable_conv2d_backward", _backward_without_autocast, _key)
 torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d", _forward_fake, lib=library)
 torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d_backward", _backward_fake, lib=library)
+torch.library.register_vmap("cutlass_sep::depthwise_separable_conv2d", _one_by_one(forward_op), lib=library)
+torch.library.register_vmap("cutlass_sep::depthwise_separable_conv2d_backward", _one_by_one(backward_op), lib=library)

@@ -1,0 +1,130 @@
+"""Problems: what a call is described as, and how that description travels."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from separable import Case
+
+from cutlass_sep.problem import (
+    ACTIVATIONS,
+    Pads,
+    SeparableConv2dProblem,
+    is_dense,
+    layout_of,
+    output_extent,
+    pair,
+    resolve_padding,
+)
+from cutlass_sep.reference import ACTIVATIONS as REFERENCE_ACTIVATIONS
+
+
+def problem_of(case: Case, layout: str = "contiguous", dtype: torch.dtype = torch.float32, **options):
+    return SeparableConv2dProblem.from_tensors(
+        *case.tensors(dtype=dtype, layout=layout), **case.options | options
+    )  # fmt: skip
+
+
+def test_fields():
+    case = Case(kernel=(5, 2), stride=(2, 1), padding=(3, 1), dilation=(1, 2), dw_bias=False, activation="silu")
+    assert problem_of(case, "channels_last") == SeparableConv2dProblem(
+        n=2, c=8, h=10, w=12, o=16, kernel=(5, 2), stride=(2, 1), padding=Pads(3, 3, 1, 1), dilation=(1, 2),
+        dtype="float32", layout="channels_last", dw_bias=False, pw_bias=True, mid_activation=None, activation="silu",
+        fp32_precision="ieee", alignment=16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 5, 8, 17])
+@pytest.mark.parametrize(
+    "options", [{}, {"stride": 2}, {"padding": 2, "dilation": 2}, {"padding": (0, 3), "stride": 3}]
+)
+@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (2, 4), (1, 7)])
+def test_extent_of_y_is_that_of_conv2d(size: int, options: dict, kernel: tuple[int, int]):
+    case = Case(h=size + 12, w=size + 13, kernel=kernel, padding=0)
+    tensors = case.tensors("meta")
+    options = {"stride": 1, "padding": 0, "dilation": 1} | options
+    problem = SeparableConv2dProblem.from_tensors(*tensors, **options)
+    want = torch.nn.functional.conv2d(tensors[0], tensors[1], groups=8, **options).shape[2:]
+    assert (problem.p, problem.q) == tuple(want)
+    assert problem.q == output_extent(problem.w, problem.padding[2:], kernel[1], problem.stride[1], problem.dilation[1])
+
+
+def test_padding_words():
+    assert resolve_padding("same", (2, 4), (1, 1), (1, 1)) == (0, 1, 1, 2)
+    assert resolve_padding("same", (3, 4), (1, 1), (2, 3)) == (2, 2, 4, 5)
+    assert resolve_padding("valid", (3, 3), (2, 2), (1, 1)) == (0, 0, 0, 0)
+    assert resolve_padding((1, 2), (3, 3), (1, 1), (1, 1)) == (1, 1, 2, 2)
+    pads = Pads(1, 2, 3, 4)
+    assert resolve_padding(pads, (3, 3), (2, 2), (1, 1)) is pads
+
+
+def test_pair():
+    assert (
+        pair("stride", 2, minimum=1) == pair("stride", [2, 2], minimum=1) == pair("stride", (2,), minimum=1) == (2, 2)
+    )
+    for value in (1.0, True, "1", (1, 2, 3), (1, None), ()):
+        with pytest.raises(ValueError, match="stride"):
+            pair("stride", value, minimum=1)
+    with pytest.raises(RuntimeError, match="stride"):
+        pair("stride", (1, 0), minimum=1)
+
+
+def test_json_round_trip():
+    for case in (Case(), Case(kernel=(2, 3), padding="same", mid_activation="gelu", pw_bias=False)):
+        problem = problem_of(case, dtype=torch.bfloat16)
+        back = SeparableConv2dProblem.from_json(json.loads(json.dumps(problem.to_json())))
+        assert back == problem
+        assert hash(back) == hash(problem)
+        assert isinstance(back.padding, Pads)
+
+
+def test_precision_is_a_matter_of_fp32_alone():
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert problem_of(Case(), dtype=dtype, fp32_precision="tf32").fp32_precision is None
+    assert problem_of(Case(), fp32_precision="tf32").fp32_precision == "tf32"
+
+
+def test_layout_rule():
+    x = torch.zeros(2, 3, 4, 5)
+    last = x.contiguous(memory_format=torch.channels_last)
+    layouts = {
+        "contiguous": [x, x[:, :, ::2], x.transpose(2, 3), x[:1].expand(2, -1, -1, -1), last[:, 1:], x[0], x[:, :1]],
+        "channels_last": [last, x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), last[0], last[:1]],
+    }
+    for layout, tensors in layouts.items():
+        for tensor in tensors:
+            assert layout_of(tensor) == layout
+            assert not (layout == "channels_last" and not is_dense(tensor))
+    # Both at once: contiguous wins, as one channel or one pixel has no order.
+    assert layout_of(last[:, :, :1, :1].clone(memory_format=torch.channels_last)) == "contiguous"
+    assert [is_dense(t) for t in (x, last, x[0], last[0], x[:, :, ::2])] == [True, True, True, True, False]
+
+
+def test_alignment_is_that_of_addresses_and_pitches():
+    assert problem_of(Case(w=12)).alignment == 16
+    assert problem_of(Case(w=13)).alignment == 4
+    assert problem_of(Case(w=14)).alignment == 8
+    assert problem_of(Case(w=13), "channels_last").alignment == 16
+    assert problem_of(Case(w=12), dtype=torch.float16).alignment == 8
+    assert problem_of(Case(c=6, w=12), "channels_last", torch.float16).alignment == 4
+    assert problem_of(Case(w=16, stride=2, padding=0)).alignment == 4  # y has 7 columns
+    x, *parameters = Case().tensors()
+    shifted = torch.cat([x.new_zeros(2), x.flatten()])[2:].view(x.shape)
+    problem = SeparableConv2dProblem.from_tensors(shifted, *parameters, padding=1)
+    assert problem.alignment == 8
+    # A view that must be copied lands at an aligned address.
+    assert SeparableConv2dProblem.from_tensors(shifted.expand(2, -1, -1, -1)[:, :, ::2], *parameters).alignment == 8
+    assert problem_of(Case()).with_alignment(32, 4).alignment == 4
+
+
+def test_bytes_and_flops_of_the_lead_shape():
+    tensors = Case(n=16, c=64, o=128, h=512, w=512, dw_bias=False, pw_bias=False).tensors("meta")
+    problem = SeparableConv2dProblem.from_tensors(*tensors, padding=1)
+    assert problem.bytes == pytest.approx(3.22e9, rel=1e-3)
+    assert problem.flops == pytest.approx(73.5e9, rel=1e-3)
+
+
+def test_every_activation_has_a_reference():
+    assert set(REFERENCE_ACTIVATIONS) == set(ACTIVATIONS) - {None}
