@@ -171,6 +171,8 @@ class _Empty(_Output):
 
 
 class _Fused(_Output):
+    """A launch of the fused kernel; what the kernel cannot read where it lies is copied first."""
+
     __slots__ = ("kernel", "copy_x", "copy_parameters")
 
     def __init__(self, problem: SeparableConv2dProblem, x: Tensor, kernel: Kernel, copy_parameters: bool) -> None:
