@@ -26,6 +26,8 @@ from .source import render
 _ARGUMENTS = struct.Struct("7Q8i")
 _TENSOR_MAP_BYTES = 128
 _PACK_THREADS = 256
+#: Largest grid (x) of a launch.
+_MOST_BLOCKS = 2**31 - 1
 #: Encoded TMA descriptors kept per kernel.
 _TENSOR_MAPS_KEPT = 64
 
@@ -132,7 +134,7 @@ class Kernel:
     def _steps(self) -> int:
         """Steps of a work item: the split of P that takes the fewest rows of x, over all rounds of the grid."""
         g, p = self.geometry, self.problem
-        if not g.march:
+        if self.schedule.path == "portable" or not g.march:
             return self.schedule.warpgroups
         columns = p.n * -(-p.q // g.tile_q) * g.oc_tiles
         most = -(-p.p // g.tile_p)
@@ -175,15 +177,17 @@ class Kernel:
         )  # fmt: skip
         if self.schedule.path == "sm90":
             buffer.set_map(0, self._map("x", x_address))
-            buffer.set_map(1, self._map("y", y_address) if g.channels_last else b"")
+            if g.channels_last:
+                buffer.set_map(1, self._map("y", y_address))
         stream = torch.cuda.current_stream(device).cuda_stream
-        grid = min(_processors(device), self._items) if self.schedule.path == "sm90" else self._items
+        blocks = min(self._items, _processors(device) if self.schedule.path == "sm90" else _MOST_BLOCKS)
+        more = 1 if self.schedule.path == "sm90" else -(-self._items // _MOST_BLOCKS)
         result = driver.cuLaunchKernel(
             module.pack, g.chunks * g.oc_tiles, 1, 1, _PACK_THREADS, 1, 1, 0, stream, buffer.parameters, 0
         )
         if not result[0]:
             result = driver.cuLaunchKernel(
-                module.main, grid, 1, 1, g.threads, 1, 1, g.shared_bytes, stream, buffer.parameters, 0
+                module.main, blocks, more, 1, g.threads, 1, 1, g.shared_bytes, stream, buffer.parameters, 0
             )
         self._buffers.append(buffer)
         if result[0]:

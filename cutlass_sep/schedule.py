@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 PATHS = ("sm90", "portable")
 #: Widths (output channels) of the wgmma instructions that CuTe's basic set has.
 TILE_OCS = (8, 16, 32, 64, 96, 128, 192, 256)
+#: Output channels of a tile on portable.
+PORTABLE_TILE_OCS = (16, 32, 48, 64, 96, 128)
+#: Registers of a thread on portable.
+PORTABLE_REGISTERS = 216
+#: Schedules that `candidates` proposes on portable.
+PORTABLE_CANDIDATES = 6
+#: For the estimates alone: about the number of multiprocessors of a large GPU.
+_MULTIPROCESSORS = 128
 #: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 
@@ -49,7 +57,7 @@ class Schedule:
     warpgroups: int  # warpgroups that make depthwise outputs and run MMAs
     row_slots: int = 1  # sm90: rows of x in the ring
     weight_slots: int = 1  # sm90: chunks of weights in the ring
-    staging_groups: int = 0  # sm90, channels_last: 128-byte groups of output channels staged at a time
+    staging_groups: int = 0  # sm90, channels_last: buffers that a warp's stores go through
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
 
     def to_json(self) -> dict[str, Any]:
@@ -89,8 +97,10 @@ def math_instruction(problem: SeparableConv2dProblem, schedule: Schedule):
     """CUTLASS's MathInstruction of the pointwise GEMM: wgmma 64 x tile_oc x k on sm90, mma.sync 16 x 8 x k on portable."""
     from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
-    element = {"float32": DataType.tf32, "float16": DataType.f16, "bfloat16": DataType.bf16}[problem.dtype]
-    k = 8 if problem.dtype == "float32" else 16
+    element = {"ieee": DataType.bf16, "tf32": DataType.tf32, "float16": DataType.f16, "bfloat16": DataType.bf16}[
+        problem.fp32_precision or problem.dtype
+    ]
+    k = 8 if element == DataType.tf32 else 16
     shape = [64, schedule.tile_oc, k] if schedule.path == "sm90" else [16, 8, k]
     return MathInstruction(shape, element, element, DataType.f32, OpcodeClass.TensorOp, MathOperation.multiply_add)
 
@@ -108,17 +118,18 @@ class Geometry:
 
     @property
     def split(self) -> bool:
-        """Whether operands are split in hi and lo (fp32-grade arithmetic on TF32 tensor cores)."""
+        """Whether operands are split in three bf16 parts (fp32-grade arithmetic on tensor cores)."""
         return self.problem.fp32_precision == "ieee"
 
     @property
-    def mma_channels(self) -> int:
-        return 32 // self.problem.element_size
+    def parts(self) -> int:
+        """Parts of an MMA operand."""
+        return 3 if self.split else 1
 
     @property
     def mma_steps(self) -> int:
-        """MMA steps issued together: 16 channels."""
-        return 16 // self.mma_channels
+        """Steps of the depthwise stage (32 bytes of channels of x) whose MMAs are issued together: 16 channels."""
+        return self.problem.element_size // 2
 
     @property
     def lane_q(self) -> int:
@@ -192,8 +203,13 @@ class Geometry:
     @property
     def stage_bytes(self) -> int:
         """Packed weights of one pass (templates/pack_weights.cuh)."""
-        pointwise = self.atoms * (2 if self.split else 1) * self.schedule.tile_oc * 128
-        return _round_up(pointwise + self.depthwise_weight_bytes, 1024)
+        return _round_up(self.pointwise_weight_bytes + self.depthwise_weight_bytes, 1024)
+
+    @property
+    def pointwise_weight_bytes(self) -> int:
+        """Pointwise weights of one pass, as MMA operands."""
+        operand_size = 2 if self.split else self.problem.element_size
+        return _round_up(self.schedule.slot_channels * operand_size, 128) * self.parts * self.schedule.tile_oc
 
     @property
     def depthwise_weight_bytes(self) -> int:
@@ -203,49 +219,58 @@ class Geometry:
         return self.schedule.slot_channels // lane_channels * ((self.problem.kernel[0] * row_units + 1) | 1) * 16
 
     @property
+    def dw_shared(self) -> bool:
+        """portable: whether the depthwise weights are read from shared memory, or else (big kernels) from the workspace through L1."""
+        return self.depthwise_weight_bytes <= 16 * 1024 and not self.schedule.gather
+
+    @property
     def workspace_bytes(self) -> int:
         stages = self.oc_tiles * self.chunks
         return _round_up(stages * self.stage_bytes + self.oc_tiles * self.schedule.tile_oc * 4 + stages * 4, 256)
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of output channels in one row of the epilogue's staging buffer."""
-        total = self.schedule.tile_oc * self.problem.element_size
-        return next(width for width in (128, 64, 32, 16) if total % width == 0)
+        """channels_last: bytes of output channels in one row of the epilogue's staging buffer, and in one TMA store."""
+        return next(width for width in (128, 64, 32, 16) if self.schedule.tile_oc * self.problem.element_size % width == 0)
 
     @property
     def staging_bytes(self) -> int:
         if not self.channels_last:
             return 0
-        warp = self.schedule.blocks * self.schedule.staging_groups * _round_up(16 * self.store_bytes, 1024)
-        return 4 * self.schedule.warpgroups * warp
+        group = self.schedule.blocks * _round_up(16 * self.store_bytes, 1024)
+        return 4 * self.schedule.warpgroups * self.schedule.staging_groups * group
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the main kernel."""
         s = self.schedule
         if s.path == "portable":
-            raise NotImplementedError
+            window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
+            return self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes + (0 if s.gather else window) + 16
         barriers = 2 * (s.row_slots + s.weight_slots) * 8
-        return s.row_slots * self.row_bytes + s.weight_slots * self.stage_bytes + self.staging_bytes + barriers + 1024
-
-    @property
-    def vector_store(self) -> bool:
-        """contiguous: whether a lane's adjacent pixels of one output channel are stored as one vector."""
-        return self.problem.alignment == 16
+        return s.row_slots * self.row_bytes + s.weight_slots * self.stage_bytes + self.staging_bytes + barriers
 
     @property
     def threads(self) -> int:
         return 128 * (self.schedule.warpgroups + (self.schedule.path == "sm90"))
 
+    @property
+    def resident_blocks(self) -> int:
+        """portable: blocks that one multiprocessor should hold at a time; the compiler gets it as the launch bound."""
+        by_registers = 65536 // (self.threads * _round_up(self.registers, 8))
+        return max(1, min(by_registers, 2048 // self.threads))
+
     @cached_property
     def registers(self) -> int:
         """Rough count of registers a consumer thread needs: accumulators, fragments and the depthwise window."""
         s = self.schedule
-        accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         lane_channels = 8 // self.problem.element_size
+        if s.path == "portable":
+            values = s.blocks * (2 * lane_channels + 4 * self.mma_steps * (2 if self.split else 1) + 8 * self.split)
+            return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
+        accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         values = s.blocks * 2 * lane_channels * self.mma_steps
-        fragments = s.blocks * 4 * self.mma_steps * (2 if self.split else 1)
+        fragments = s.blocks * 4 * (3 if self.split else self.mma_steps)
         window = self.window_cols(self.lane_q) * (lane_channels if self.pixel_major else 1)
         return accumulators + values + fragments + window + 40
 
@@ -269,7 +294,6 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
             return Support(False, f"TMA needs 16-byte aligned tensors and rows: {inner} times {problem.element_size} bytes, and the addresses")
         if next(_legal(problem, path, arch), None) is None:
             return Support(False, "no tile's window of x and weights fit into shared memory and registers")
-        return Support(True)
     return Support(True)
 
 
@@ -279,8 +303,8 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
     if schedule.slot_channels * problem.element_size % 128:
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")
     if schedule.path == "sm90":
-        if geometry.split and schedule.slot_channels > 64:
-            return Support(False, "fp32-grade sums leave the tensor core at least every 64 channels")
+        if geometry.split and schedule.slot_channels != 64:
+            return Support(False, "the fp32-grade form takes 64 channels at a time, so that its sums leave the tensor core as often")
         if schedule.row_slots < geometry.window_rows(geometry.tile_p):
             return Support(False, f"{schedule.row_slots} row slots hold no window of {geometry.window_rows(geometry.tile_p)} rows")
         if geometry.columns > 256:
@@ -289,6 +313,13 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
             return Support(False, f"about {geometry.registers} registers a thread, {CONSUMER_REGISTERS[schedule.warpgroups]} at hand")
         if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
             return Support(False, f"{geometry.shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
+        return Support(True)
+    if schedule.tile_oc % 16:
+        return Support(False, f"tile_oc={schedule.tile_oc} is no multiple of 16, the output channels of one ldmatrix")
+    if geometry.registers > PORTABLE_REGISTERS:
+        return Support(False, f"about {geometry.registers} registers a thread, {PORTABLE_REGISTERS} at hand")
+    if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
+        return Support(False, f"{geometry.shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
     return Support(True)
 
 
@@ -300,6 +331,9 @@ def _legal(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterator[Sc
 
 
 def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterator[Schedule]:
+    if path == "portable":
+        yield from _enumerate_portable(problem, arch)
+        return
     atom = 128 // problem.element_size
     padded = _round_up(problem.c, atom)
     tile_ocs = [oc for oc in TILE_OCS if oc < problem.o] [-2:] + [oc for oc in TILE_OCS if oc >= problem.o][:1]
@@ -309,6 +343,21 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
     ):
         base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups)
         yield from _with_rings(problem, base, arch)
+
+
+def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """Tiles whose window of x fits into shared memory; if there is none, the form that gathers from global memory."""
+    atom = 128 // problem.element_size
+    tile_ocs = [oc for oc in PORTABLE_TILE_OCS if oc < problem.o][-2:] + [oc for oc in PORTABLE_TILE_OCS if oc >= problem.o][:1]
+    slots = [atom, 2 * atom] if problem.c > atom else [atom]
+    fits = False
+    for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(tile_ocs, slots, (4, 2, 1), (4, 2, 1), (2, 1)):
+        schedule = Schedule("portable", tile_oc, slot, blocks, warps_q, warpgroups)
+        fits = fits or bool(check(problem, schedule, arch))
+        yield schedule
+    if not fits:
+        for blocks, warps_q in ((1, 4), (1, 1)):
+            yield Schedule("portable", tile_ocs[-1], atom, blocks, warps_q, 1, gather=True)
 
 
 def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> Iterator[Schedule]:
@@ -335,12 +384,44 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
 
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
     """Legal schedules, best first by an estimate of bytes, arithmetic and waves (`_cost`)."""
-    paths = PATHS if path is None else (path,)
-    found = [s for name in paths if supports(problem, name, arch) for s in _legal(problem, name, arch)]
-    return sorted(found, key=lambda s: _cost(problem, s))
+    found = []
+    for name in PATHS if path is None else (path,):
+        if supports(problem, name, arch):
+            ranked = sorted(_legal(problem, name, arch), key=lambda s: _cost(problem, s, arch))
+            found += ranked[:PORTABLE_CANDIDATES] if name == "portable" else ranked
+    return found
 
 
-def _cost(problem: SeparableConv2dProblem, schedule: Schedule) -> float:
+def _cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
     """Relative cost: pixels computed (with those past the edges) times rows re-read, over what runs at once."""
-    g = Geometry(problem, schedule)
+    if schedule.path == "portable":
+        return _portable_cost(problem, schedule, arch)
     return 0.0
+
+
+def _portable_cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
+    """Estimated cycles of one multiprocessor: issue slots, shared-memory reads and MMAs of all its blocks, and the bytes they move."""
+    g, s, size = Geometry(problem, schedule), schedule, problem.element_size
+    warps, taps, lane_channels = 4 * s.warpgroups, problem.kernel[0] * problem.kernel[1], 8 // size
+    tile_p = g.tile_p * s.warpgroups
+    tiles = problem.n * -(-problem.p // tile_p) * -(-problem.q // g.tile_q) * g.oc_tiles
+    groups = -(-problem.c // 16)
+    # Of one warp and 16 channels: multiply-adds, MMAs with their FADDs, vectors read from shared memory.
+    fmas = 8 * s.blocks * taps
+    mmas = s.blocks * s.tile_oc // 8 * (6 if g.split else g.mma_steps)
+    rows = min(g.window_rows(s.blocks), problem.kernel[0] * s.blocks)
+    vectors = g.mma_steps * rows * min(g.window_cols(2), 2 * problem.kernel[1])
+    weights = g.mma_steps * taps * lane_channels // 4 * s.blocks + g.mma_steps * s.tile_oc // 16 * (2 if g.split else 1)
+    if s.gather:
+        vectors = 4 * g.mma_steps * s.blocks * taps * lane_channels
+    issue = groups * warps / 4 * (fmas + mmas * (2 if g.split else 1) + vectors + weights + 40)
+    reads = groups * warps * (2 * vectors + 2 * weights)
+    tensor = groups * warps / 4 * mmas * 8
+    work = max(issue, reads, tensor) + 0.25 * min(issue, reads, tensor)
+    window = g.window_rows(tile_p) * g.window_cols(g.tile_q) * problem.c * size
+    output = min(tile_p * g.tile_q, problem.p * problem.q) * min(s.tile_oc, problem.o) * size
+    move = (window + g.chunks * g.stage_bytes) / 32 + output / 16
+    # Blocks on one multiprocessor hide each other's loads and latencies.
+    resident = max(1, min(archs.SHARED_BYTES[arch] // (g.shared_bytes + 1024), g.resident_blocks))
+    block = max(work, move) + (min(work, move) + 2000 * g.chunks) / resident
+    return max(tiles / _MULTIPROCESSORS, 1.0) * block

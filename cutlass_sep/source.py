@@ -13,7 +13,7 @@ from typing import Any
 
 import jinja2
 
-from .problem import SeparableConv2dProblem
+from .problem import MAX_ALIGNMENT, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 
 #: Activation name -> struct in templates/activation.cuh.
@@ -81,6 +81,7 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
     values: dict[str, Any] = {
         "kChannelsLast": problem.layout == "channels_last",
         "kPixelMajor": geometry.pixel_major,
+        "kPhase": 0 if geometry.pixel_major else geometry.phase,
         "kC": problem.c,
         "kO": problem.o,
         "kKernelH": problem.kernel[0],
@@ -105,14 +106,15 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
             "kRowSlots": schedule.row_slots,
             "kWeightSlots": schedule.weight_slots,
             "kStagingGroups": schedule.staging_groups,
-            "kPhase": 0 if geometry.channels_last else geometry.phase,
-            "kVectorStore": geometry.vector_store and not geometry.channels_last,
-            "kSharedBytes": geometry.shared_bytes,
-            "kWorkspaceBytes": geometry.workspace_bytes,
         }
     else:
-        values |= {"kGather": schedule.gather, "kAlignment": problem.alignment}
-    return values
+        values |= {
+            "kGather": schedule.gather,
+            "kDwShared": geometry.dw_shared,
+            "kResidentBlocks": geometry.resident_blocks,
+            "kVectorAccess": problem.alignment == MAX_ALIGNMENT,
+        }
+    return values | {"kSharedBytes": geometry.shared_bytes, "kWorkspaceBytes": geometry.workspace_bytes}
 
 
 def title(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:

@@ -6,7 +6,7 @@
 
 namespace cutlass_sep {
 
-/// Depthwise weights and bias of a chunk of channels, fp32, in the order lanes read them: [MMA step][lane column t][kernel row, then the
+/// Depthwise weights and bias of a chunk of channels, fp32, in the order lanes read them: [step][lane column t][kernel row, then the
 /// bias][tap of the row][channel of the lane], kernel rows and lane columns padded to 16-byte units.
 template <class Config>
 struct DepthwiseWeights {
@@ -19,13 +19,13 @@ struct DepthwiseWeights {
   using Row = float[4 * kRowUnits];
 
   /// Index of a value in floats; `row` = kKernelH is the bias.
-  CUTLASS_HOST_DEVICE static constexpr int index(int mma_step, int t, int row, int tap, int j) {
-    return ((mma_step * 4 + t) * kLaneUnits + row * kRowUnits) * 4 + tap * G::kLaneChannels + j;
+  CUTLASS_HOST_DEVICE static constexpr int index(int step, int t, int row, int tap, int j) {
+    return ((step * 4 + t) * kLaneUnits + row * kRowUnits) * 4 + tap * G::kLaneChannels + j;
   }
 
   float const* lane;  // this lane's first value of the MMA step
 
-  CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int mma_step, int t) : lane(chunk + index(mma_step, t, 0, 0, 0)) {}
+  CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int step, int t) : lane(chunk + index(step, t, 0, 0, 0)) {}
 
   CUTLASS_DEVICE float const* tap(int row, int s) const { return lane + row * kRowUnits * 4 + s * G::kLaneChannels; }
 
@@ -46,12 +46,12 @@ template <class Config>
 struct PixelMajorRow {
   using G = Geometry<Config>;
   static constexpr int kColumnBytes = 128;
-  static constexpr int kAtomSteps = kColumnBytes / (G::kMmaChannels * G::kElementBytes);  // MMA steps per 128 bytes
+  static constexpr int kAtomSteps = kColumnBytes / (G::kStepChannels * G::kElementBytes);  // steps per 128 bytes
   static constexpr int kWindow = G::kWindowQ;
 
-  uint32_t offset[kWindow];  // of each window column, for MMA step 0
+  uint32_t offset[kWindow];  // of each window column, for step 0
 
-  /// Of lane column t's bytes for MMA step 0 of a column.
+  /// Of lane column t's bytes for step 0 of a column.
   CUTLASS_DEVICE static uint32_t column_offset(int column, int t) {
     return column * kColumnBytes + ((((t >> 1) ^ column) & 7) << 4) + (t & 1) * 8;
   }
@@ -69,12 +69,12 @@ struct PixelMajorRow {
   }
 
   /// `atom_bytes`: from one 128-byte group of channels to the next.
-  CUTLASS_DEVICE void load(float (&window)[kWindow][G::kLaneChannels], char const* row, int mma_step, int atom_bytes) const {
-    char const* base = row + (mma_step / kAtomSteps) * atom_bytes;
-    uint32_t const step = (mma_step % kAtomSteps) << 5;
+  CUTLASS_DEVICE void load(float (&window)[kWindow][G::kLaneChannels], char const* row, int step, int atom_bytes) const {
+    char const* base = row + (step / kAtomSteps) * atom_bytes;
+    uint32_t const step_bytes = step % kAtomSteps * 32;
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < kWindow; ++u)
-      if (used(u)) load_vector<typename Config::Element>(window[u], base + (offset[u] ^ step));
+      if (used(u)) load_vector<typename Config::Element>(window[u], base + (offset[u] ^ step_bytes));
   }
 };
 
@@ -120,8 +120,8 @@ struct ChannelMajorRow {
     return false;
   }
 
-  CUTLASS_DEVICE void load(float (&window)[kWindow], char const* row, int mma_step, int j) const {
-    int const channel_bytes = (mma_step * G::kMmaChannels + 4 * j) * pitch_elements * G::kElementBytes;
+  CUTLASS_DEVICE void load(float (&window)[kWindow], char const* row, int step, int j) const {
+    int const channel_bytes = (step * G::kStepChannels + 4 * j) * pitch_elements * G::kElementBytes;
     if constexpr (kShuffle) {
       float own[4], edge[4];
       load_vector<float>(own, row + offset + channel_bytes + kOwn * 16);
@@ -192,13 +192,13 @@ struct DepthwiseOperand {
   /// Pixel-major tile; `rows(r)` is the address of window row r.
   template <class Rows>
   CUTLASS_DEVICE static void compute(Value& value, PixelMajorRow<Config> const& view, Rows const& rows,
-                                     DepthwiseWeights<Config> const& weights, int mma_step, int atom_bytes) {
+                                     DepthwiseWeights<Config> const& weights, int step, int atom_bytes) {
     start(value, weights);
     CUTLASS_PRAGMA_UNROLL
     for (int r = 0; r < G::kWindowP; ++r) {
       if (!row_used(r)) continue;
       float window[PixelMajorRow<Config>::kWindow][G::kLaneChannels];
-      view.load(window, rows(r), mma_step, atom_bytes);
+      view.load(window, rows(r), step, atom_bytes);
       CUTLASS_PRAGMA_UNROLL
       for (int p = 0; p < G::kLaneP; ++p) {
         if (kernel_row(r, p) < 0) continue;
@@ -220,7 +220,7 @@ struct DepthwiseOperand {
   /// Channel-major tile.
   template <class Rows>
   CUTLASS_DEVICE static void compute(Value& value, ChannelMajorRow<Config> const& view, Rows const& rows,
-                                     DepthwiseWeights<Config> const& weights, int mma_step, int) {
+                                     DepthwiseWeights<Config> const& weights, int step, int) {
     using Row = ChannelMajorRow<Config>;
     start(value, weights);
     CUTLASS_PRAGMA_UNROLL
@@ -231,7 +231,7 @@ struct DepthwiseOperand {
       CUTLASS_PRAGMA_UNROLL
       for (int j = 0; j < G::kLaneChannels; ++j) {
         float window[Row::kWindow];
-        view.load(window, rows(r), mma_step, j);
+        view.load(window, rows(r), step, j);
         CUTLASS_PRAGMA_UNROLL
         for (int s = 0; s < Config::kKernelW; ++s) {
           CUTLASS_PRAGMA_UNROLL
@@ -246,46 +246,56 @@ struct DepthwiseOperand {
   }
 };
 
-/// The A fragments of one MMA step as the tensor core takes them: one part, or hi and lo for the three-product fp32 form.
+/// The A fragments of one MMA instruction as the tensor core takes them: one part, or the three bf16 parts of the fp32-grade form, whose sum
+/// is x to 24 bits.
 template <class Config>
 struct OperandFragment {
   using G = Geometry<Config>;
-  static constexpr int kParts = Config::kSplit ? 2 : 1;
+  static constexpr int kParts = Config::kSplit ? 3 : 1;
   uint32_t a[kParts][Config::kBlocks][4];
 
-  /// Rounds `value`. `check` turns NaN if a value does not survive rounding (Inf, NaN, beyond fp16's range, or Inf - Inf in the split), so
-  /// that the tile can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
-  CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const& value, float& check) {
+  /// Rounds the kInstructionSteps values at `value`. `check` turns NaN if one does not survive (Inf, NaN, beyond fp16's range, or Inf - Inf in
+  /// the split), so that the tile can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
+  CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const* value, float& check) {
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b)
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        if constexpr (G::kElementBytes == 4) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < 2; ++j) {
-            float const x = value[b][h][j];
-            float const hi = tf32_round(x);
-            a[0][b][2 * j + h] = __float_as_uint(hi);
-            if constexpr (Config::kSplit) {
-              float const lo = x - hi;
-              a[kParts - 1][b][2 * j + h] = __float_as_uint(lo);
-              check = fmaf(lo, 0.f, check);
-            }
-          }
-        } else {
-          CUTLASS_PRAGMA_UNROLL
-          for (int j = 0; j < 2; ++j) {
-            float const low = value[b][h][2 * j], high = value[b][h][2 * j + 1];
-            a[0][b][2 * j + h] = pack_pair<typename Config::Element>(low, high);
+      for (int h = 0; h < 2; ++h)
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 2; ++j) {
+          int const i = 2 * j + h;
+          if constexpr (Config::kSplit) {
+            float low = value[j][b][h][0], high = value[j][b][h][1];
+            a[0][b][i] = split(low, high);
+            check = fmaf(low, 0.f, fmaf(high, 0.f, check));
+            a[1][b][i] = split(low, high);
+            a[2][b][i] = pack_pair<cutlass::bfloat16_t>(low, high);
+          } else if constexpr (G::kElementBytes == 4) {
+            a[0][b][i] = __float_as_uint(tf32_round(value[0][b][h][j]));
+          } else {
+            a[0][b][i] = pack_pair<typename Config::Element>(value[0][b][h][2 * j], value[0][b][h][2 * j + 1]);
             if constexpr (Config::kFp16Range) {
-              __half2 const zero = __float2half2_rn(0.f);
-              __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(a[0][b][2 * j + h]), zero);
+              __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(a[0][b][i]), __float2half2_rn(0.f));
               check += __low2float(product) + __high2float(product);
             }
           }
         }
-      }
   }
+
+  /// The leading bf16 parts of a pair, packed; leaves the exact remainders.
+  CUTLASS_DEVICE static uint32_t split(float& low, float& high) {
+    uint32_t const packed = pack_pair<cutlass::bfloat16_t>(low, high);
+    low -= __uint_as_float(packed << 16);
+    high -= __uint_as_float(packed & 0xffff0000u);
+    return packed;
+  }
+};
+
+/// The products of the split form, smallest first: (part of A, part of B). What is left out is below 2^-24 of the result.
+struct SplitProducts {
+  static constexpr int kCount = 6;
+  CUTLASS_HOST_DEVICE static constexpr int a(int i) { return i == 0 ? 2 : i == 2 || i == 3 ? 1 : 0; }
+  CUTLASS_HOST_DEVICE static constexpr int b(int i) { return i == 1 ? 2 : i == 2 || i == 4 ? 1 : 0; }
 };
 
 }  // namespace cutlass_sep

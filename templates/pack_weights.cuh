@@ -11,9 +11,10 @@ namespace cutlass_sep {
 template <class Config>
 struct PackedWeights {
   using G = Geometry<Config>;
-  static constexpr int kParts = Config::kSplit ? 2 : 1;
-  static constexpr int kAtomChannels = 128 / G::kElementBytes;
-  static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
+  static constexpr int kParts = OperandFragment<Config>::kParts;
+  static constexpr int kOperandBytes = Config::kSplit ? 2 : G::kElementBytes;
+  static constexpr int kAtomChannels = 128 / kOperandBytes;
+  static constexpr int kAtoms = ceil_div(Config::kSlotChannels, kAtomChannels);
   static constexpr int kPartBytes = Config::kTileOc * 128;
   static constexpr int kPointwiseBytes = kAtoms * kParts * kPartBytes;
   static constexpr int kStageBytes = round_up(kPointwiseBytes + DepthwiseWeights<Config>::kBytes, 1024);
@@ -23,10 +24,9 @@ struct PackedWeights {
   static constexpr int64_t kBytes = (kFlagOffset + kStages * 4 + 255) / 256 * 256;
   static constexpr int kThreads = 256;
 
-  /// Byte, within its stage, of MMA step `step` (of the chunk), part `part`, row 0.
-  CUTLASS_HOST_DEVICE static constexpr int step_offset(int step, int part) {
-    constexpr int steps = kAtomChannels / G::kMmaChannels;
-    return ((step / steps) * kParts + part) * kPartBytes + (step % steps) * 32;
+  /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
+  CUTLASS_HOST_DEVICE static constexpr int instruction_offset(int i, int part) {
+    return (i / 4 * kParts + part) * kPartBytes + i % 4 * 32;
   }
 };
 
@@ -43,20 +43,24 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   for (int i = threadIdx.x; i < Config::kTileOc * Config::kSlotChannels; i += P::kThreads) {
     int const row = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
-    int const c = chunk * Config::kSlotChannels + k / G::kMmaChannels * G::kMmaChannels + G::channel_of_k(k % G::kMmaChannels);
+    int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels +
+                  G::channel_of_k(k % G::kInstructionChannels);
     int const oc = oc_tile * Config::kTileOc + row;
     bool const inside = c < Config::kC && oc < Config::kO;
     Element const raw = inside ? pw_weight[int64_t(oc) * Config::kC + c] : Element(0.f);
-    int const byte = e * G::kElementBytes;
+    int const byte = e * P::kOperandBytes;
     char* target = stage + atom * P::kParts * P::kPartBytes + row * 128 + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
-    if constexpr (G::kElementBytes == 4) {
-      float const hi = tf32_round(raw);
-      *reinterpret_cast<float*>(target) = hi;
-      if constexpr (Config::kSplit) {
-        float const lo = raw - hi;
-        *reinterpret_cast<float*>(target + P::kPartBytes) = lo;
-        check = fmaf(lo, 0.f, check);
+    if constexpr (Config::kSplit) {
+      float rest = raw;
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < P::kParts; ++part) {
+        cutlass::bfloat16_t const value(rest);
+        *reinterpret_cast<cutlass::bfloat16_t*>(target + part * P::kPartBytes) = value;
+        rest -= float(value);
+        check = fmaf(rest, 0.f, check);
       }
+    } else if constexpr (G::kElementBytes == 4) {
+      *reinterpret_cast<float*>(target) = tf32_round(raw);
     } else {
       *reinterpret_cast<Element*>(target) = raw;
     }
@@ -66,8 +70,8 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
   for (int i = threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kThreads) {
     int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
-    int const step = k / G::kMmaChannels, t = k % G::kMmaChannels / G::kLaneChannels, j = k % G::kLaneChannels;
-    int const c = chunk * Config::kSlotChannels + step * G::kMmaChannels + G::channel_of(t, j);
+    int const step = k / G::kStepChannels, t = k % G::kStepChannels / G::kLaneChannels, j = k % G::kLaneChannels;
+    int const c = chunk * Config::kSlotChannels + step * G::kStepChannels + G::channel_of(t, j);
     float value = 0.f;
     if (c < Config::kC) {
       if (tap < G::kTaps) value = static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap];

@@ -30,9 +30,13 @@ template <class Config>
 struct Geometry {
   using Element = typename Config::Element;
   static constexpr int kElementBytes = sizeof(Element);
-  /// Channels of one MMA instruction (k) and of one lane in it.
+  /// Channels of one step of the depthwise stage, and of one lane in it: 8 bytes of x.
   static constexpr int kLaneChannels = 8 / kElementBytes;
-  static constexpr int kMmaChannels = 4 * kLaneChannels;
+  static constexpr int kStepChannels = 4 * kLaneChannels;
+  /// Channels (k) of one MMA instruction, in steps. The split form multiplies bf16 parts, 16 channels at a time.
+  static constexpr int kInstructionSteps = Config::kSplit ? 2 : 1;
+  static constexpr int kInstructionChannels = kInstructionSteps * kStepChannels;
+  static constexpr int kInstructions = Config::kMmaSteps / kInstructionSteps;  // issued together
   /// Pixels of one lane: across and down.
   static constexpr int kLaneQ = Config::kPixelMajor ? 2 : 2 * Config::kBlocks;
   static constexpr int kLaneP = Config::kPixelMajor ? Config::kBlocks : 1;
@@ -49,13 +53,15 @@ struct Geometry {
   static constexpr int kChunks = ceil_div(Config::kC, Config::kSlotChannels);
   static constexpr int kOcTiles = ceil_div(Config::kO, Config::kTileOc);
 
-  /// Channel, within the kMmaChannels of an instruction, of lane column t and its value j.
+  /// Channel, within its step, of lane column t and its value j.
   CUTLASS_HOST_DEVICE static constexpr int channel_of(int t, int j) {
     return Config::kPixelMajor ? kLaneChannels * t + j : t + 4 * j;
   }
-  /// Channel, likewise, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9; TF32 ones t, t+4.
+  /// Channel, within its instruction, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9 (in the split form the last
+  /// two come from the second step); TF32 ones t, t+4.
   CUTLASS_HOST_DEVICE static constexpr int channel_of_k(int k) {
-    return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of((k % 8) / 2, (k / 8) * 2 + k % 2);
+    if (Config::kSplit) return k / 8 * kStepChannels + channel_of(k % 8 / 2, k % 2);
+    return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of(k % 8 / 2, k / 8 * 2 + k % 2);
   }
   /// Pixel, within its warp's kWarpQ x kWarpP, of block b, row half h (rows g or g + 8).
   CUTLASS_HOST_DEVICE static constexpr int pixel_q(int g, int b, int h) {

@@ -26,28 +26,31 @@ struct Sm90Layout {
   /// A row of the ring: channels_last [128-byte group][column][128 bytes]; contiguous [channel][column].
   static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kTileQ)
                                                         : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kTileQ));
+  static constexpr int kAtomChannels = 128 / G::kElementBytes;
+  static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
   static constexpr int kAtomBytes = round_up(kColumns * 128, 1024);
   static constexpr int kRowBytes =
-      Config::kChannelsLast ? P::kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
+      Config::kChannelsLast ? kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
   static constexpr int kRowTransaction = Config::kSlotChannels * kColumns * G::kElementBytes;
   static constexpr bool kMarch = G::kChunks == 1;
   /// The tensor core truncates its fp32 sums: the fp32-grade form adds every chunk (64 channels) in fp32 registers instead.
   static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
   static constexpr bool kResidentWeights = G::kChunks <= Config::kWeightSlots && G::kOcTiles == 1;
-  /// Epilogue staging of a warp (channels_last only): [block][group of output channels][16 pixels][kStoreBytes, swizzled].
+  /// Epilogue staging of channels_last: a group is [block][16 pixels][kStoreBytes of output channels, swizzled as TMA does for that width].
   static constexpr int kTileOcBytes = Config::kTileOc * G::kElementBytes;
   static constexpr int kStoreBytes = kTileOcBytes % 128 == 0 ? 128 : kTileOcBytes % 64 == 0 ? 64 : kTileOcBytes % 32 == 0 ? 32 : 16;
-  static constexpr int kStoreGroups = kTileOcBytes / kStoreBytes;
-  static constexpr int kStagingGroups = Config::kChannelsLast ? Config::kStagingGroups : 0;  // groups staged at a time
-  static constexpr int kStagingBlockBytes = round_up(16 * kStoreBytes, 1024);
-  static constexpr int kStagingWarpBytes = Config::kBlocks * kStagingGroups * kStagingBlockBytes;
+  static constexpr int kGroupOc = kStoreBytes / G::kElementBytes;
+  static constexpr int kGroups = Config::kTileOc / kGroupOc;
+  static constexpr int kBlockBytes = round_up(16 * kStoreBytes, 1024);
+  static constexpr int kStagingWarpBytes = Config::kStagingGroups * Config::kBlocks * kBlockBytes;
+  static_assert(!Config::kChannelsLast || (Config::kStagingGroups > 0 && kGroups == kGroups / cute::max(Config::kStagingGroups, 1) * Config::kStagingGroups));
 
   static constexpr int kWeightOffset = Config::kRowSlots * kRowBytes;
   static constexpr int kStagingOffset = kWeightOffset + Config::kWeightSlots * P::kStageBytes;
   static constexpr int kBarrierOffset = kStagingOffset + 4 * kWarpgroups * kStagingWarpBytes;
   static constexpr int kBarriers = 2 * (Config::kRowSlots + Config::kWeightSlots);
-  static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8 + 1024;  // + 1024: the base is aligned by hand
+  static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
 };
 
 /// What a work item covers.
@@ -101,9 +104,7 @@ struct Sm90Shared {
   FullBarrier* weight_full;
   EmptyBarrier* weight_empty;
 
-  CUTLASS_DEVICE explicit Sm90Shared(char* raw) {
-    uint32_t const address = cute::cast_smem_ptr_to_uint(raw);
-    base = raw + ((1024 - (address & 1023)) & 1023);
+  CUTLASS_DEVICE explicit Sm90Shared(char* raw) : base(raw) {
     row_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
     row_empty = reinterpret_cast<EmptyBarrier*>(row_full + Config::kRowSlots);
     weight_full = reinterpret_cast<FullBarrier*>(row_empty + Config::kRowSlots);
@@ -133,8 +134,8 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, FullBarrier& barr
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   if constexpr (Config::kChannelsLast) {
     CUTLASS_PRAGMA_UNROLL
-    for (int atom = 0; atom < L::P::kAtoms; ++atom)
-      cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row + atom * L::kAtomBytes, channel + atom * L::P::kAtomChannels, w, h, n);
+    for (int atom = 0; atom < L::kAtoms; ++atom)
+      cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row + atom * L::kAtomBytes, channel + atom * L::kAtomChannels, w, h, n);
   } else {
     cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row, w, h, channel, n);
   }
@@ -178,7 +179,6 @@ struct PointwiseMma {
   using G = Geometry<Config>;
   using P = PackedWeights<Config>;
   using Atom = typename Config::MmaAtom;
-  static constexpr int kSteps = Config::kMmaSteps;  // MMA steps issued together
   using Accumulator = float[Config::kBlocks][Config::kTileOc / 2];
 
   /// K-major operand, 128-byte swizzle: 8-row groups lie 1024 bytes apart.
@@ -197,26 +197,22 @@ struct PointwiseMma {
     Atom::fma(a[0], a[1], a[2], a[3], b, c[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
   }
 
-  /// Issues and commits kSteps steps. `weights` is the chunk's stage, `step` the first step within the chunk.
-  CUTLASS_DEVICE static void issue(Accumulator& acc, OperandFragment<Config> const (&fragment)[kSteps], char const* weights, int step,
-                                   bool accumulate) {
+  /// Issues and commits G::kInstructions instructions. `weights` is the chunk's stage, `first` the first instruction within the chunk.
+  CUTLASS_DEVICE static void issue(Accumulator& acc, OperandFragment<Config> const (&fragment)[G::kInstructions], char const* weights,
+                                   int first, bool accumulate) {
     using Indices = cute::make_int_sequence<Config::kTileOc / 2>;
+    constexpr int kProducts = Config::kSplit ? SplitProducts::kCount : 1;
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kSteps; ++i) {
-      uint64_t const hi = descriptor(weights + P::step_offset(step + i, 0));
-      if constexpr (Config::kSplit) {
-        uint64_t const lo = descriptor(weights + P::step_offset(step + i, 1));
-        CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[1][b], hi, acc[b], accumulate, Indices{});
-        accumulate = true;
-        CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[0][b], lo, acc[b], true, Indices{});
-      }
+    for (int i = 0; i < G::kInstructions; ++i)
       CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[0][b], hi, acc[b], accumulate, Indices{});
-      accumulate = true;
-    }
+      for (int product = 0; product < kProducts; ++product) {
+        int const part_a = Config::kSplit ? SplitProducts::a(product) : 0, part_b = Config::kSplit ? SplitProducts::b(product) : 0;
+        uint64_t const b_descriptor = descriptor(weights + P::instruction_offset(first + i, part_b));
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[part_a][b], b_descriptor, acc[b], accumulate, Indices{});
+        accumulate = true;
+      }
     cute::warpgroup_commit_batch();
   }
 };
@@ -244,71 +240,114 @@ struct Sm90Epilogue {
     }
   }
 
-  /// contiguous: a lane's kLaneQ adjacent pixels of one output channel are one vector.
-  CUTLASS_DEVICE static void store_contiguous(Arguments const& args, Accumulator const& acc, int n, int oc, int p, int q, int lane) {
-    int const t = lane % 4;
-    if (p >= args.p || q >= args.q) return;
-    int64_t const plane = int64_t(args.p) * args.q;
-    Element* y = static_cast<Element*>(args.y) + (int64_t(n) * Config::kO + oc + 2 * t) * plane + int64_t(p) * args.q + q;
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane)
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        if (Config::kO % Config::kTileOc && oc + 8 * j + 2 * t + i >= Config::kO) continue;
-        float value[G::kLaneQ];
-        CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b)
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) value[2 * b + h] = acc[b][4 * j + 2 * h + i];
-        if constexpr (Config::kVectorStore) {
-          *reinterpret_cast<cutlass::AlignedArray<Element, G::kLaneQ>*>(y + i * plane) = convert_vector<Element>(value);
-        } else {
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < G::kLaneQ; ++k)
-            if (q + k < args.q) y[i * plane + k] = Element(value[k]);
-        }
-      }
+  /// Byte of 16-byte unit `unit` of row `row` of a staged group.
+  CUTLASS_DEVICE static int staging_offset(int row, int unit) {
+    return row * L::kStoreBytes + (unit ^ (row * L::kStoreBytes >> 7 & (L::kStoreBytes / 16 - 1))) * 16;
   }
 
-  /// channels_last: through the warp's staging buffer and out by TMA, which clips at the ends of O, Q and P.
+  /// channels_last: one block's 16 pixels x kGroupOc output channels, from column group `first` (8 columns each) on.
+  CUTLASS_DEVICE static void stage_pixels(char* buffer, float const (&acc)[Config::kTileOc / 2], int first, int lane) {
+    int const g = lane / 4, t = lane % 4;
+    if constexpr (G::kElementBytes == 4) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < L::kGroupOc / 8; ++k)
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          int const i = 4 * (first + k) + 2 * h;
+          *reinterpret_cast<float2*>(buffer + staging_offset(2 * g + h, 2 * k + t / 2) + t % 2 * 8) = make_float2(acc[i], acc[i + 1]);
+        }
+    } else if constexpr (L::kGroupOc % 16 == 0) {
+      // Matrix m of a store: row half m % 2 of column group m / 2; lane l addresses row l % 8 of matrix l / 8.
+      int const pixel = 2 * (lane % 8) + lane / 8 % 2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < L::kGroupOc / 8; k += 2) {
+        uint32_t packed[4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < 4; ++m) {
+          int const i = 4 * (first + k + m / 2) + 2 * (m % 2);
+          packed[m] = pack_pair<Element>(acc[i], acc[i + 1]);
+        }
+        cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3],
+                                      *reinterpret_cast<cute::uint128_t*>(buffer + staging_offset(pixel, k + lane / 16)));
+      }
+    } else {
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h)
+        *reinterpret_cast<uint32_t*>(buffer + staging_offset(2 * g + h, 0) + 4 * t) =
+            pack_pair<Element>(acc[4 * first + 2 * h], acc[4 * first + 2 * h + 1]);
+    }
+  }
+
+  /// channels_last: through the warp's staging buffers and out by TMA, which clips at the ends of O, Q and P. (p, q): the warp's first
+  /// pixel.
   CUTLASS_DEVICE static void store_channels_last(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int n, int oc,
                                                  int p, int q, int lane) {
-    constexpr int kGroupOc = L::kStoreBytes / G::kElementBytes;
-    constexpr int kUnits = L::kStoreBytes / 16;
-    int const g = lane / 4, t = lane % 4;
     CUTLASS_PRAGMA_UNROLL
-    for (int group = 0; group < L::kStoreGroups; group += L::kStagingGroups) {
-      if (lane == 0) cute::tma_store_wait<0>();
+    for (int first = 0; first < L::kGroups; first += Config::kStagingGroups) {
+      if (lane == 0) cute::tma_store_wait<0>();  // the stores before have left the buffers
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < Config::kBlocks; ++b)
+      for (int i = 0; i < Config::kStagingGroups; ++i)
         CUTLASS_PRAGMA_UNROLL
-        for (int s = 0; s < L::kStagingGroups; ++s) {
-          char* buffer = staging + (b * L::kStagingGroups + s) * L::kStagingBlockBytes;
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < kGroupOc / 8; ++k) {
-            int const j = (group + s) * (kGroupOc / 8) + k;
-            CUTLASS_PRAGMA_UNROLL
-            for (int h = 0; h < 2; ++h) {
-              int const pixel = 2 * g + h;
-              int const byte = (8 * k + 2 * t) * G::kElementBytes;
-              int const unit = (byte >> 4) ^ ((pixel * L::kStoreBytes >> 7) & (kUnits - 1));
-              float const pair[2] = {acc[b][4 * j + 2 * h], acc[b][4 * j + 2 * h + 1]};
-              *reinterpret_cast<cutlass::AlignedArray<Element, 2>*>(buffer + pixel * L::kStoreBytes + unit * 16 + (byte & 15)) =
-                  convert_vector<Element>(pair);
-            }
-          }
-        }
+        for (int b = 0; b < Config::kBlocks; ++b)
+          stage_pixels(staging + (i * Config::kBlocks + b) * L::kBlockBytes, acc[b], (first + i) * (L::kGroupOc / 8), lane);
       cute::tma_store_fence();
       __syncwarp();
       if (lane == 0) {
         CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b)
+        for (int i = 0; i < Config::kStagingGroups; ++i)
           CUTLASS_PRAGMA_UNROLL
-          for (int s = 0; s < L::kStagingGroups; ++s)
-            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + (b * L::kStagingGroups + s) * L::kStagingBlockBytes,
-                                          oc + (group + s) * kGroupOc, q, p + b, n);
+          for (int b = 0; b < Config::kBlocks; ++b)
+            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + (i * Config::kBlocks + b) * L::kBlockBytes, oc + (first + i) * L::kGroupOc, q,
+                                          p + b, n);
         cute::tma_store_arrive();
+      }
+    }
+  }
+
+  /// contiguous: straight to global memory. In the accumulators neighbouring lanes hold other output channels, and a store of theirs would
+  /// touch four rows in every quarter of the warp; so the warp is transposed first, until neighbouring lanes hold neighbouring pixels.
+  CUTLASS_DEVICE static void store_contiguous(Arguments const& args, Accumulator const& acc, int n, int oc, int p, int q, int lane) {
+    if (p >= args.p) return;
+    int64_t const plane = int64_t(args.p) * args.q;
+    auto* image = static_cast<Element*>(args.y) + int64_t(n) * Config::kO * plane + int64_t(p) * args.q + q;
+    if constexpr (G::kElementBytes == 4) {
+      // Lane l takes the vector of pixels of lane column l / 8, pixel group l % 8.
+      int const row = lane / 8, source = lane % 8 * 4 + row, pixel = lane % 8 * G::kLaneQ;
+      bool const inside = q + pixel < args.q;
+      float* y = image + (oc + 2 * row) * plane + pixel;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane)
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float value[G::kLaneQ];
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < G::kLaneQ; ++k) value[k] = __shfl_sync(0xffffffffu, acc[k / 2][4 * j + 2 * (k % 2) + i], source);
+          if (inside && (Config::kO % Config::kTileOc == 0 || oc + 8 * j + 2 * row + i < Config::kO))
+            *reinterpret_cast<cutlass::AlignedArray<float, G::kLaneQ>*>(y + i * plane) = convert_vector<float>(value);
+        }
+    } else {
+      // A transposed 8 x 8 matrix leaves lane (g, t) with output channel g and the pixels of lanes 2t and 2t + 1.
+      constexpr int kPixels = 2 * G::kLaneQ;
+      int const row = lane / 4, pixel = lane % 4 * kPixels;
+      bool const inside = q + pixel < args.q;
+      Element* y = image + (oc + row) * plane + pixel;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane) {
+        uint32_t column[G::kLaneQ];
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < G::kLaneQ; ++k) {
+          uint32_t const packed = pack_pair<Element>(acc[k / 2][4 * j + 2 * (k % 2)], acc[k / 2][4 * j + 2 * (k % 2) + 1]);
+          cute::SM75_U32x1_MOVM_T::copy(packed, column[k]);
+        }
+        cutlass::AlignedArray<uint32_t, G::kLaneQ> words;
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < G::kLaneQ; k += 2) {
+          words[k / 2] = __byte_perm(column[k], column[k + 1], 0x5410);
+          words[G::kLaneQ / 2 + k / 2] = __byte_perm(column[k], column[k + 1], 0x7632);
+        }
+        if (inside && (Config::kO % Config::kTileOc == 0 || oc + 8 * j + row < Config::kO))
+          *reinterpret_cast<cutlass::AlignedArray<uint32_t, G::kLaneQ>*>(y) = words;
       }
     }
   }
@@ -337,19 +376,19 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
   using G = Geometry<Config>;
   using Mma = PointwiseMma<Config>;
   auto const* depthwise_weights = reinterpret_cast<float const*>(weights + PackedWeights<Config>::kPointwiseBytes);
-  int const steps = ceil_div(channels, G::kMmaChannels * Mma::kSteps) * Mma::kSteps;
+  int const steps = ceil_div(channels, G::kStepChannels * Config::kMmaSteps) * Config::kMmaSteps;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int s = 0; s < steps; s += Mma::kSteps) {
-    typename DepthwiseOperand<Config>::Value value[Mma::kSteps];
+  for (int s = 0; s < steps; s += Config::kMmaSteps) {
+    typename DepthwiseOperand<Config>::Value value[Config::kMmaSteps];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Mma::kSteps; ++i)
+    for (int i = 0; i < Config::kMmaSteps; ++i)
       DepthwiseOperand<Config>::compute(value[i], view, rows, DepthwiseWeights<Config>(depthwise_weights, s + i, t), s + i,
                                         Sm90Layout<Config>::kAtomBytes);
     cute::warpgroup_wait<0>();
-    OperandFragment<Config> fragment[Mma::kSteps];
+    OperandFragment<Config> fragment[G::kInstructions];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < Mma::kSteps; ++i) fragment[i].assign(value[i], check);
-    Mma::issue(acc, fragment, weights, s, !zero);
+    for (int i = 0; i < G::kInstructions; ++i) fragment[i].assign(value + i * G::kInstructionSteps, check);
+    Mma::issue(acc, fragment, weights, s / G::kInstructionSteps, !zero);
     zero = false;
   }
 }
@@ -455,7 +494,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       if constexpr (Config::kChannelsLast)
         Sm90Epilogue<Config>::store_channels_last(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
       else
-        Sm90Epilogue<Config>::store_contiguous(args, result, item.n, oc, p, q + G::kLaneQ * g, lane);
+        Sm90Epilogue<Config>::store_contiguous(args, result, item.n, oc, p, q, lane);
       if (__any_sync(0xffffffffu, check != check)) {
         // The bulk stores must have landed, not only left shared memory, before other lanes write over them.
         if (Config::kChannelsLast && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -473,9 +512,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       if constexpr (!L::kResidentWeights) release_weights();
     }
   }
-  if constexpr (Config::kChannelsLast) {
-    if (lane == 0) cute::tma_store_wait<0>();
-  }
+  if (Config::kChannelsLast && lane == 0) cute::tma_store_wait<0>();
 }
 
 template <class Config>
