@@ -97,7 +97,7 @@ def math_instruction(problem: SeparableConv2dProblem, schedule: Schedule):
     """CUTLASS's MathInstruction of the pointwise GEMM: wgmma 64 x tile_oc x k on sm90, mma.sync 16 x 8 x k on portable."""
     from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
-    element = {"ieee": DataType.bf16, "tf32": DataType.tf32, "float16": DataType.f16, "bfloat16": DataType.bf16}[
+    element = {"ieee": DataType.f16, "tf32": DataType.tf32, "float16": DataType.f16, "bfloat16": DataType.bf16}[
         problem.fp32_precision or problem.dtype
     ]
     k = 8 if element == DataType.tf32 else 16
@@ -118,13 +118,13 @@ class Geometry:
 
     @property
     def split(self) -> bool:
-        """Whether operands are split in three bf16 parts (fp32-grade arithmetic on tensor cores)."""
+        """Whether operands are split in two scaled fp16 parts (fp32-grade arithmetic on tensor cores)."""
         return self.problem.fp32_precision == "ieee"
 
     @property
     def parts(self) -> int:
         """Parts of an MMA operand."""
-        return 3 if self.split else 1
+        return 2 if self.split else 1
 
     @property
     def mma_steps(self) -> int:
@@ -226,7 +226,8 @@ class Geometry:
     @property
     def workspace_bytes(self) -> int:
         stages = self.oc_tiles * self.chunks
-        return _round_up(stages * self.stage_bytes + self.oc_tiles * self.schedule.tile_oc * 4 + stages * 4, 256)
+        channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, and scale of the split form
+        return _round_up(stages * self.stage_bytes + channels + stages * 4, 256)
 
     @property
     def store_bytes(self) -> int:
@@ -270,7 +271,7 @@ class Geometry:
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         values = s.blocks * 2 * lane_channels * self.mma_steps
-        fragments = s.blocks * 4 * (3 if self.split else self.mma_steps)
+        fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks
         window = self.window_cols(self.lane_q) * (lane_channels if self.pixel_major else 1)
         return accumulators + values + fragments + window + 40
 

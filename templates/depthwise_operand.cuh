@@ -246,17 +246,65 @@ struct DepthwiseOperand {
   }
 };
 
-/// The A fragments of one MMA instruction as the tensor core takes them: one part, or the three bf16 parts of the fp32-grade form, whose sum
-/// is x to 24 bits.
+/// Powers of two that bring a lane's pixels into fp16's range, for the fp32-grade form; nothing else uses them. A pixel is a row of the GEMM, so
+/// its scale leaves the sum as it came in. It is set at the first value other than 0, to bring the largest of those 16 channels into [1, 2):
+/// 2^15 of room above; below, the low part keeps 2^-25 of that value.
+template <class Config>
+struct PixelScale {
+  using G = Geometry<Config>;
+  float scale[Config::kBlocks][2] = {};  // 0: not set
+
+  CUTLASS_DEVICE float inverse(int b, int h) const {
+    uint32_t const bits = __float_as_uint(scale[b][h]);
+    return bits == 0 ? 0.f : __uint_as_float((254u << 23) - bits);
+  }
+
+  /// To be called by the whole warp, for every block of kMmaSteps steps. `check` turns NaN at values so large or so small that products of
+  /// scales could leave fp32's range.
+  CUTLASS_DEVICE void update(typename DepthwiseOperand<Config>::Value const (&value)[Config::kMmaSteps], float& check) {
+    bool unset = false;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b) unset |= scale[b][0] == 0.f || scale[b][1] == 0.f;
+    if (!__any_sync(0xffffffffu, unset)) return;
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float largest = 0.f;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Config::kMmaSteps; ++i)
+          CUTLASS_PRAGMA_UNROLL
+          for (int j = 0; j < G::kLaneChannels; ++j) largest = fmaxf(largest, fabsf(value[i][b][h][j]));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        if (scale[b][h] == 0.f && largest > 0.f) {
+          scale[b][h] = power_of_two_inverse(largest);
+          if (!in_scaled_range(largest)) check = __int_as_float(0x7fffffff);
+        }
+      }
+  }
+
+  /// 2^-floor(log2 x) of a positive x, within the normal numbers.
+  CUTLASS_DEVICE static float power_of_two_inverse(float x) {
+    uint32_t const exponent = min(max(__float_as_uint(x) >> 23, 1u), 253u);
+    return __uint_as_float((254u - exponent) << 23);
+  }
+  CUTLASS_DEVICE static bool in_scaled_range(float x) { return x > 0x1p-100f && x < 0x1p+100f; }
+};
+
+/// The A fragments of one MMA instruction as the tensor core takes them: one part, or for the fp32-grade form two fp16 parts of the scaled value,
+/// whose sum has 22 bits.
 template <class Config>
 struct OperandFragment {
   using G = Geometry<Config>;
-  static constexpr int kParts = Config::kSplit ? 3 : 1;
+  static constexpr int kParts = Config::kSplit ? 2 : 1;
   uint32_t a[kParts][Config::kBlocks][4];
 
-  /// Rounds the kInstructionSteps values at `value`. `check` turns NaN if one does not survive (Inf, NaN, beyond fp16's range, or Inf - Inf in
-  /// the split), so that the tile can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
-  CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const* value, float& check) {
+  /// Rounds the kInstructionSteps values at `value`. `check` turns NaN if one does not survive (Inf, NaN, beyond fp16's range), so that the tile
+  /// can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
+  CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const* value, PixelScale<Config> const& scale, float& check) {
+    __half2 const zero = __float2half2_rn(0.f);
+    __half2 survived = zero;
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b)
       CUTLASS_PRAGMA_UNROLL
@@ -265,37 +313,28 @@ struct OperandFragment {
         for (int j = 0; j < 2; ++j) {
           int const i = 2 * j + h;
           if constexpr (Config::kSplit) {
-            float low = value[j][b][h][0], high = value[j][b][h][1];
-            a[0][b][i] = split(low, high);
-            check = fmaf(low, 0.f, fmaf(high, 0.f, check));
-            a[1][b][i] = split(low, high);
-            a[2][b][i] = pack_pair<cutlass::bfloat16_t>(low, high);
+            float const low = value[j][b][h][0] * scale.scale[b][h], high = value[j][b][h][1] * scale.scale[b][h];
+            __half2 const hi = __floats2half2_rn(low, high);
+            __half2 const lo = __floats2half2_rn(low - __low2float(hi), high - __high2float(hi));
+            survived = __hfma2(lo, zero, survived);
+            a[0][b][i] = reinterpret_cast<uint32_t const&>(hi);
+            a[kParts - 1][b][i] = reinterpret_cast<uint32_t const&>(lo);
           } else if constexpr (G::kElementBytes == 4) {
             a[0][b][i] = __float_as_uint(tf32_round(value[0][b][h][j]));
           } else {
             a[0][b][i] = pack_pair<typename Config::Element>(value[0][b][h][2 * j], value[0][b][h][2 * j + 1]);
-            if constexpr (Config::kFp16Range) {
-              __half2 const product = __hmul2(reinterpret_cast<__half2 const&>(a[0][b][i]), __float2half2_rn(0.f));
-              check += __low2float(product) + __high2float(product);
-            }
+            if constexpr (Config::kFp16Range) survived = __hfma2(reinterpret_cast<__half2 const&>(a[0][b][i]), zero, survived);
           }
         }
-  }
-
-  /// The leading bf16 parts of a pair, packed; leaves the exact remainders.
-  CUTLASS_DEVICE static uint32_t split(float& low, float& high) {
-    uint32_t const packed = pack_pair<cutlass::bfloat16_t>(low, high);
-    low -= __uint_as_float(packed << 16);
-    high -= __uint_as_float(packed & 0xffff0000u);
-    return packed;
+    if constexpr (Config::kSplit || Config::kFp16Range) check += __low2float(survived) + __high2float(survived);
   }
 };
 
-/// The products of the split form, smallest first: (part of A, part of B). What is left out is below 2^-24 of the result.
+/// The products of the split form, smallest first: (part of A, part of B). Left out is lo x lo, 2^-22 of the result.
 struct SplitProducts {
-  static constexpr int kCount = 6;
-  CUTLASS_HOST_DEVICE static constexpr int a(int i) { return i == 0 ? 2 : i == 2 || i == 3 ? 1 : 0; }
-  CUTLASS_HOST_DEVICE static constexpr int b(int i) { return i == 1 ? 2 : i == 2 || i == 4 ? 1 : 0; }
+  static constexpr int kCount = 3;
+  CUTLASS_HOST_DEVICE static constexpr int a(int i) { return i == 0; }
+  CUTLASS_HOST_DEVICE static constexpr int b(int i) { return i == 1; }
 };
 
 }  // namespace cutlass_sep

@@ -1,7 +1,7 @@
 // One small launch before the operator: both weights, converted and laid out as the main kernel's shared memory wants them.
 //
-// Workspace: [oc tile][chunk of channels] stages, then the pointwise bias [oc tiles * kTileOc] in fp32, then one flag a stage that says
-// whether the split of its weights met Inf or NaN. A stage holds the pointwise weights as K-major MMA operands
+// Workspace: [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
+// output channels, then one flag a stage that says whether its weights did not survive the split (Inf, NaN, extreme scales). A stage holds the pointwise weights as K-major MMA operands
 // [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled], then the depthwise weights of DepthwiseWeights. Channels and
 // output channels past the end are zero.
 #pragma once
@@ -20,13 +20,34 @@ struct PackedWeights {
   static constexpr int kStageBytes = round_up(kPointwiseBytes + DepthwiseWeights<Config>::kBytes, 1024);
   static constexpr int kStages = G::kOcTiles * G::kChunks;
   static constexpr int64_t kBiasOffset = int64_t(kStages) * kStageBytes;
-  static constexpr int64_t kFlagOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
+  static constexpr int64_t kScaleOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
+  static constexpr int64_t kFlagOffset = kScaleOffset + (Config::kSplit ? G::kOcTiles * Config::kTileOc * 4 : 0);
   static constexpr int64_t kBytes = (kFlagOffset + kStages * 4 + 255) / 256 * 256;
   static constexpr int kThreads = 256;
 
   /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
   CUTLASS_HOST_DEVICE static constexpr int instruction_offset(int i, int part) {
     return (i / 4 * kParts + part) * kPartBytes + i % 4 * 32;
+  }
+};
+
+/// Two adjacent output channels, from `oc` (even) on: what turns a sum of the pointwise GEMM into y.
+template <class Config>
+struct OutputChannels {
+  using P = PackedWeights<Config>;
+  float bias[2] = {}, inverse_scale[2];
+
+  CUTLASS_DEVICE OutputChannels(Arguments const& args, int oc) {
+    auto const* workspace = static_cast<char const*>(args.workspace) + oc * 4;
+    if constexpr (Config::kPwBias) load_vector<float>(bias, workspace + P::kBiasOffset);
+    if constexpr (Config::kSplit) load_vector<float>(inverse_scale, workspace + P::kScaleOffset);
+  }
+
+  /// `pixel_scale`: PixelScale::inverse of the sum's pixel.
+  CUTLASS_DEVICE float finish(float sum, int i, float pixel_scale) const {
+    if constexpr (Config::kSplit) sum = sum * pixel_scale * inverse_scale[i];
+    if constexpr (Config::kPwBias) sum += bias[i];
+    return Config::Activation::apply(sum);
   }
 };
 
@@ -40,6 +61,28 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   auto const* pw_weight = static_cast<Element const*>(args.pw_weight);
   float check = 0.f;
 
+  // An output channel's weights are scaled so that the largest lies in [2^7, 2^8).
+  __shared__ float scale[Config::kSplit ? Config::kTileOc : 1];
+  if constexpr (Config::kSplit) {
+    float* inverse = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kScaleOffset) + oc_tile * Config::kTileOc;
+    int const lane = threadIdx.x % 32;
+    for (int row = threadIdx.x / 32; row < Config::kTileOc; row += P::kThreads / 32) {
+      int const oc = oc_tile * Config::kTileOc + row;
+      float largest = 0.f;
+      if (oc < Config::kO)
+        for (int c = lane; c < Config::kC; c += 32) largest = fmaxf(largest, fabsf(float(pw_weight[int64_t(oc) * Config::kC + c])));
+      CUTLASS_PRAGMA_UNROLL
+      for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+      float const unit = largest > 0.f ? PixelScale<Config>::power_of_two_inverse(largest) : 1.f;
+      if (largest > 0.f && !PixelScale<Config>::in_scaled_range(largest)) check = __int_as_float(0x7fffffff);
+      if (lane == 0) {
+        scale[row] = unit * 128.f;
+        inverse[row] = 1.f / (unit * 128.f);  // exact: a power of two
+      }
+    }
+    __syncthreads();
+  }
+
   for (int i = threadIdx.x; i < Config::kTileOc * Config::kSlotChannels; i += P::kThreads) {
     int const row = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
@@ -51,14 +94,11 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
     int const byte = e * P::kOperandBytes;
     char* target = stage + atom * P::kParts * P::kPartBytes + row * 128 + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
     if constexpr (Config::kSplit) {
-      float rest = raw;
-      CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < P::kParts; ++part) {
-        cutlass::bfloat16_t const value(rest);
-        *reinterpret_cast<cutlass::bfloat16_t*>(target + part * P::kPartBytes) = value;
-        rest -= float(value);
-        check = fmaf(rest, 0.f, check);
-      }
+      float const scaled = float(raw) * scale[row];
+      cutlass::half_t const hi(scaled), lo(scaled - float(hi));
+      *reinterpret_cast<cutlass::half_t*>(target) = hi;
+      *reinterpret_cast<cutlass::half_t*>(target + P::kPartBytes) = lo;
+      check = fmaf(float(lo), 0.f, check);
     } else if constexpr (G::kElementBytes == 4) {
       *reinterpret_cast<float*>(target) = tf32_round(raw);
     } else {

@@ -33,7 +33,7 @@ struct Geometry {
   /// Channels of one step of the depthwise stage, and of one lane in it: 8 bytes of x.
   static constexpr int kLaneChannels = 8 / kElementBytes;
   static constexpr int kStepChannels = 4 * kLaneChannels;
-  /// Channels (k) of one MMA instruction, in steps. The split form multiplies bf16 parts, 16 channels at a time.
+  /// Channels (k) of one MMA instruction, in steps. The split form multiplies fp16 parts, 16 channels at a time.
   static constexpr int kInstructionSteps = Config::kSplit ? 2 : 1;
   static constexpr int kInstructionChannels = kInstructionSteps * kStepChannels;
   static constexpr int kInstructions = Config::kMmaSteps / kInstructionSteps;  // issued together

@@ -251,18 +251,18 @@ struct PortableEpilogue {
   using Element = typename Config::Element;
   using Accumulator = typename WarpMma<Config>::Accumulator;
 
-  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, int oc, int t) {
-    float const* bias = reinterpret_cast<float const*>(static_cast<char const*>(args.workspace) + P::kBiasOffset) + oc + 2 * t;
+  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int oc, int t) {
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Config::kTileOc / 8; ++j)
+    for (int j = 0; j < Config::kTileOc / 8; ++j) {
+      OutputChannels<Config> const channels(args, oc + 8 * j + 2 * t);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float const add = Config::kPwBias ? bias[8 * j + i] : 0.f;
+      for (int b = 0; b < Config::kBlocks; ++b)
         CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b)
+        for (int h = 0; h < 2; ++h)
           CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) acc[b][4 * j + 2 * h + i] = Config::Activation::apply(acc[b][4 * j + 2 * h + i] + add);
-      }
+          for (int i = 0; i < 2; ++i)
+            acc[b][4 * j + 2 * h + i] = channels.finish(acc[b][4 * j + 2 * h + i], i, scale.inverse(b, h));
+    }
   }
 
   /// The lane's pixels start at (p, q).
@@ -338,6 +338,7 @@ CUTLASS_DEVICE void separable2d_portable(Arguments const& args, char* shared) {
   }
 
   float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
+  PixelScale<Config> scale;
   typename Mma::Accumulator acc = {};
 
   CUTLASS_PRAGMA_NO_UNROLL
@@ -375,9 +376,10 @@ CUTLASS_DEVICE void separable2d_portable(Arguments const& args, char* shared) {
               L::kAtomBytes);
         }
       }
+      if constexpr (Config::kSplit) scale.update(value, check);
       OperandFragment<Config> fragment[G::kInstructions];
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < G::kInstructions; ++i) fragment[i].assign(value + i * G::kInstructionSteps, check);
+      for (int i = 0; i < G::kInstructions; ++i) fragment[i].assign(value + i * G::kInstructionSteps, scale, check);
       Mma::accumulate(acc, fragment, shared, b_offset, s / G::kInstructionSteps);
     }
   }
@@ -389,7 +391,7 @@ CUTLASS_DEVICE void separable2d_portable(Arguments const& args, char* shared) {
       if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, tile.n, oc, exact_p, exact_q);
     }
   } else {
-    PortableEpilogue<Config>::apply(args, acc, oc, t);
+    PortableEpilogue<Config>::apply(args, acc, scale, oc, t);
     PortableEpilogue<Config>::store(args, acc, tile.n, oc, p, q + G::kLaneQ * g, t);
   }
 }

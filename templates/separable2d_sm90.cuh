@@ -225,18 +225,17 @@ struct Sm90Epilogue {
   using Element = typename Config::Element;
   using Accumulator = typename PointwiseMma<Config>::Accumulator;
 
-  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, int oc, int lane) {
-    float const* bias = reinterpret_cast<float const*>(static_cast<char const*>(args.workspace) + L::P::kBiasOffset) + oc + lane % 4 * 2;
+  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int oc, int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Config::kTileOc / 8; ++j) {
-      float2 const pair = Config::kPwBias ? *reinterpret_cast<float2 const*>(bias + 8 * j) : make_float2(0.f, 0.f);
+      OutputChannels<Config> const channels(args, oc + 8 * j + lane % 4 * 2);
       CUTLASS_PRAGMA_UNROLL
       for (int b = 0; b < Config::kBlocks; ++b)
         CUTLASS_PRAGMA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          acc[b][4 * j + 2 * h] = Config::Activation::apply(acc[b][4 * j + 2 * h] + pair.x);
-          acc[b][4 * j + 2 * h + 1] = Config::Activation::apply(acc[b][4 * j + 2 * h + 1] + pair.y);
-        }
+        for (int h = 0; h < 2; ++h)
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2; ++i)
+            acc[b][4 * j + 2 * h + i] = channels.finish(acc[b][4 * j + 2 * h + i], i, scale.inverse(b, h));
     }
   }
 
@@ -372,7 +371,8 @@ struct RingRows {
 /// cores still work on the block before; the last block is left in flight.
 template <class Config, class View>
 CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, View const& view, RingRows<Config> const& rows,
-                               char const* weights, int channels, bool zero, int t, float& check) {
+                               char const* weights, int channels, bool zero, int t, PixelScale<Config>& scale,
+                               float& check) {
   using G = Geometry<Config>;
   using Mma = PointwiseMma<Config>;
   auto const* depthwise_weights = reinterpret_cast<float const*>(weights + PackedWeights<Config>::kPointwiseBytes);
@@ -384,10 +384,11 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
     for (int i = 0; i < Config::kMmaSteps; ++i)
       DepthwiseOperand<Config>::compute(value[i], view, rows, DepthwiseWeights<Config>(depthwise_weights, s + i, t), s + i,
                                         Sm90Layout<Config>::kAtomBytes);
+    if constexpr (Config::kSplit) scale.update(value, check);
     cute::warpgroup_wait<0>();
     OperandFragment<Config> fragment[G::kInstructions];
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < G::kInstructions; ++i) fragment[i].assign(value + i * G::kInstructionSteps, check);
+    for (int i = 0; i < G::kInstructions; ++i) fragment[i].assign(value + i * G::kInstructionSteps, scale, check);
     Mma::issue(acc, fragment, weights, s / G::kInstructionSteps, !zero);
     zero = false;
   }
@@ -453,6 +454,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
     for (int step = first_step; step < item.steps; step += L::kWarpgroups) {
       int const first_row = step * L::kTileP * Config::kStrideH;
       float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
+      PixelScale<Config> scale;
       typename Mma::Accumulator acc, total;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int chunk = 0; chunk < G::kChunks; ++chunk) {
@@ -465,7 +467,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
         }
         RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);
         accumulate<Config>(acc, view, ring_rows, shared.weights(slot), min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels),
-                           chunk == 0 || L::kPromote, t, check);
+                           chunk == 0 || L::kPromote, t, scale, check);
         if constexpr (L::kMarch) {
           release(min(rows, first_row + L::kWarpgroups * L::kTileP * Config::kStrideH));
         } else {
@@ -490,7 +492,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
 
       int const oc = item.oc_tile * Config::kTileOc;
       int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
-      Sm90Epilogue<Config>::apply(args, result, oc, lane);
+      Sm90Epilogue<Config>::apply(args, result, scale, oc, lane);
       if constexpr (Config::kChannelsLast)
         Sm90Epilogue<Config>::store_channels_last(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
       else
