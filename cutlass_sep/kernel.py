@@ -177,8 +177,7 @@ class Kernel:
         )  # fmt: skip
         if self.schedule.path == "sm90":
             buffer.set_map(0, self._map("x", x_address))
-            if g.channels_last:
-                buffer.set_map(1, self._map("y", y_address))
+            buffer.set_map(1, self._map("y", y_address))
         stream = torch.cuda.current_stream(device).cuda_stream
         blocks = min(self._items, _processors(device) if self.schedule.path == "sm90" else _MOST_BLOCKS)
         more = 1 if self.schedule.path == "sm90" else -(-self._items // _MOST_BLOCKS)
@@ -214,6 +213,9 @@ class Kernel:
     def _encode_y(self, address: int) -> bytes:
         p, g = self.problem, self.geometry
         size = p.element_size
+        if not g.channels_last:
+            extents, strides = (p.q, p.p, p.o, p.n), (p.q * size, p.p * p.q * size, p.o * p.p * p.q * size)
+            return _tensor_map(p.dtype, address, extents, strides, (8 * g.lane_q, 1, g.group_oc, 1), g.store_bytes)
         extents, strides = (p.o, p.q, p.p, p.n), (p.o * size, p.q * p.o * size, p.p * p.q * p.o * size)
         return _tensor_map(p.dtype, address, extents, strides, (g.store_bytes // size, 16, 1, 1), g.store_bytes)
 

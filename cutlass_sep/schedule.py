@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
-from .problem import KERNEL_DTYPES, SeparableConv2dProblem
+from . import estimate as estimates
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableConv2dProblem
 
 if TYPE_CHECKING:
     from cutlass_library import TileDescription
@@ -28,6 +29,15 @@ PORTABLE_TILE_OCS = (16, 32, 48, 64, 96, 128)
 PORTABLE_REGISTERS = 216
 #: Schedules that `candidates` proposes on portable.
 PORTABLE_CANDIDATES = 6
+#: Measured over estimated time of portable, on the lead shape.
+_PORTABLE_FIT = 1.33
+#: Schedules that `candidates` proposes on sm90.
+SM90_CANDIDATES = 8
+#: Output columns that `representative` counts as narrow, and the square maps that stand for wide and narrow ones (for narrow ones whose
+#: rows are read along W in 16-byte units the second: smaller ones are seldom aligned).
+NARROW_Q = 32
+WIDE_MAP = 112
+NARROW_MAP = (14, 28)
 #: For the estimates alone: about the number of multiprocessors of a large GPU.
 _MULTIPROCESSORS = 128
 #: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
@@ -57,7 +67,7 @@ class Schedule:
     warpgroups: int  # warpgroups that make depthwise outputs and run MMAs
     row_slots: int = 1  # sm90: rows of x in the ring
     weight_slots: int = 1  # sm90: chunks of weights in the ring
-    staging_groups: int = 0  # sm90, channels_last: buffers that a warp's stores go through
+    staging_groups: int = 1  # sm90: TMA stores of a warp that are staged at a time
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
 
     def to_json(self) -> dict[str, Any]:
@@ -231,14 +241,27 @@ class Geometry:
 
     @property
     def store_bytes(self) -> int:
-        """channels_last: bytes of output channels in one row of the epilogue's staging buffer, and in one TMA store."""
+        """Bytes of a row of the epilogue's staging buffer: output channels of a pixel, or pixels of an output channel."""
+        if not self.channels_last:
+            return 8 * self.lane_q * self.problem.element_size
         return next(width for width in (128, 64, 32, 16) if self.schedule.tile_oc * self.problem.element_size % width == 0)
 
     @property
+    def group_oc(self) -> int:
+        """Output channels of one TMA store."""
+        if self.channels_last:
+            return self.store_bytes // self.problem.element_size
+        return 16 if self.schedule.tile_oc % 16 == 0 else 8
+
+    @property
+    def store_groups(self) -> int:
+        """TMA stores that a tile's output channels take; `staging_groups` of them, a divisor, are staged at a time."""
+        return self.schedule.tile_oc // self.group_oc
+
+    @property
     def staging_bytes(self) -> int:
-        if not self.channels_last:
-            return 0
-        group = self.schedule.blocks * _round_up(16 * self.store_bytes, 1024)
+        rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
+        group = blocks * _round_up(rows * self.store_bytes, 1024)
         return 4 * self.schedule.warpgroups * self.schedule.staging_groups * group
 
     @property
@@ -293,7 +316,7 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
         if problem.alignment < 16:
             inner = "C and O" if problem.layout == "channels_last" else "W and Q"
             return Support(False, f"TMA needs 16-byte aligned tensors and rows: {inner} times {problem.element_size} bytes, and the addresses")
-        if next(_legal(problem, path, arch), None) is None:
+        if not _ranked(representative(problem), path, arch):
             return Support(False, "no tile's window of x and weights fit into shared memory and registers")
     return Support(True)
 
@@ -308,8 +331,8 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
             return Support(False, "the fp32-grade form takes 64 channels at a time, so that its sums leave the tensor core as often")
         if schedule.row_slots < geometry.window_rows(geometry.tile_p):
             return Support(False, f"{schedule.row_slots} row slots hold no window of {geometry.window_rows(geometry.tile_p)} rows")
-        if geometry.columns > 256:
-            return Support(False, f"a row of {geometry.columns} columns exceeds TMA's box of 256")
+        if max(geometry.columns, 0 if geometry.channels_last else schedule.slot_channels) > 256:
+            return Support(False, f"{geometry.columns} columns of {schedule.slot_channels} channels exceed TMA's box of 256")
         if geometry.registers > CONSUMER_REGISTERS[schedule.warpgroups]:
             return Support(False, f"about {geometry.registers} registers a thread, {CONSUMER_REGISTERS[schedule.warpgroups]} at hand")
         if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
@@ -337,13 +360,18 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         return
     atom = 128 // problem.element_size
     padded = _round_up(problem.c, atom)
-    tile_ocs = [oc for oc in TILE_OCS if oc < problem.o] [-2:] + [oc for oc in TILE_OCS if oc >= problem.o][:1]
-    slots = {atom, padded} | {m * atom for m in (2, 4) if m * atom < padded}
-    for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(
-        reversed(tile_ocs), sorted(slots, reverse=True), (2, 1), (4, 2, 1), (2, 3, 1)
-    ):
+    slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
+    for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4, 2, 1), (2, 3, 1)):
         base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups)
-        yield from _with_rings(problem, base, arch)
+        if Geometry(problem, base).registers <= CONSUMER_REGISTERS[warpgroups]:
+            yield from _with_rings(problem, base, arch)
+
+
+def _tile_ocs(o: int) -> list[int]:
+    """sm90: tiles of `o` output channels worth trying: of those that take as many passes the smallest, and at most eight passes."""
+    smallest = {-(-o // tile_oc): tile_oc for tile_oc in reversed(TILE_OCS)}
+    fewest = min(smallest)
+    return [tile_oc for passes, tile_oc in smallest.items() if passes <= max(8, 2 * fewest)]
 
 
 def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
@@ -362,42 +390,60 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
 
 
 def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> Iterator[Schedule]:
-    """`base` with rings that fill shared memory: all weights resident if that leaves room for the rows, else two chunks at a time."""
-    from dataclasses import replace
-
+    """`base` with rings that fill shared memory: all weights resident or two chunks of them, all stores staged at once or one at a time."""
     geometry = Geometry(problem, base)
-    if base.slot_channels * problem.element_size % 128:
-        return
+    window = geometry.window_rows(geometry.tile_p)
+    # The ring never needs more than two steps of all warpgroups and the rows on their way.
+    most = 2 * geometry.window_rows(geometry.tile_p * base.warpgroups) + 8
     groups = base.tile_oc * problem.element_size // geometry.store_bytes if geometry.channels_last else 0
-    for weight_slots in sorted({geometry.chunks, 2} if geometry.oc_tiles == 1 else {2}, reverse=True):
-        for staging in sorted({groups, 1 if groups else 0}, reverse=True):
+    for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
+        for staging in sorted({groups, min(groups, 1)}):
             partial = replace(base, weight_slots=weight_slots, staging_groups=staging, row_slots=0)
             room = archs.SHARED_BYTES[arch] - Geometry(problem, partial).shared_bytes
-            window = geometry.window_rows(geometry.tile_p)
-            wanted = geometry.window_rows(geometry.tile_p * base.warpgroups)
-            rows = room // (geometry.row_bytes + 16) if room > 0 else 0
-            # The ring never needs more than the rows of two steps ahead.
-            rows = min(rows, 2 * wanted + 8)
+            rows = min(room // (geometry.row_bytes + 16), most)
             if rows >= window:
                 yield replace(partial, row_slots=rows)
-                break
+
+
+def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
+    """The problem that stands for `problem` in the choice of a schedule: same layer, but a batch and a map of one of two sizes.
+
+    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, aligned for 16-byte accesses and not.
+    """
+    aligned = problem.alignment == MAX_ALIGNMENT
+    extent = WIDE_MAP if problem.q > NARROW_Q else NARROW_MAP[problem.layout == "contiguous" and aligned]
+    taps = [(k - 1) * d + 1 for k, d in zip(problem.kernel, problem.dilation, strict=True)]
+    pads = problem.padding.top + problem.padding.bottom, problem.padding.left + problem.padding.right
+    h, w = (max((extent - 1) * problem.stride[i] + taps[i] - pads[i], 1) for i in range(2))
+    return replace(problem, n=32, h=h, w=w, alignment=MAX_ALIGNMENT if aligned else 1)
 
 
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
-    """Legal schedules, best first by an estimate of bytes, arithmetic and waves (`_cost`)."""
-    found = []
-    for name in PATHS if path is None else (path,):
-        if supports(problem, name, arch):
-            ranked = sorted(_legal(problem, name, arch), key=lambda s: _cost(problem, s, arch))
-            found += ranked[:PORTABLE_CANDIDATES] if name == "portable" else ranked
-    return found
+    """Legal schedules (of one path, or of all), best first by `estimate` for the problem's `representative`."""
+    archs.check(arch)
+    stand_in = representative(problem)
+    found = [s for name in PATHS if path in (None, name) and supports(problem, name, arch) for s in _ranked(stand_in, name, arch)]
+    return sorted(found, key=lambda s: estimate(stand_in, s, arch)) if path is None else found
 
 
-def _cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
-    """Relative cost: pixels computed (with those past the edges) times rows re-read, over what runs at once."""
-    if schedule.path == "portable":
-        return _portable_cost(problem, schedule, arch)
-    return 0.0
+@lru_cache(maxsize=1024)
+def _ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Schedule, ...]:
+    """The best schedules of one path, best first. On sm90 they differ by more than their rings."""
+    ranked = sorted(_legal(problem, path, arch), key=lambda s: (estimate(problem, s, arch), -s.row_slots, -s.staging_groups))
+    if path == "portable":
+        return tuple(ranked[:PORTABLE_CANDIDATES])
+    best = {}
+    for s in ranked:
+        best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups), s)
+    return tuple(best.values())[:SM90_CANDIDATES]
+
+
+@lru_cache(maxsize=4096)
+def estimate(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
+    """Estimated microseconds of a call on a large GPU: for choosing, not for predicting."""
+    if schedule.path == "sm90":
+        return estimates.sm90_us(Geometry(problem, schedule))
+    return _PORTABLE_FIT * _portable_cost(problem, schedule, arch) / estimates.CYCLES_PER_US + estimates.LAUNCH_US
 
 
 def _portable_cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:

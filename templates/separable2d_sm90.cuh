@@ -37,14 +37,20 @@ struct Sm90Layout {
   static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
   static constexpr bool kResidentWeights = G::kChunks <= Config::kWeightSlots && G::kOcTiles == 1;
-  /// Epilogue staging of channels_last: a group is [block][16 pixels][kStoreBytes of output channels, swizzled as TMA does for that width].
+  /// Epilogue staging: what one TMA store writes. channels_last: 16 pixels of a block, each kStoreBytes of output channels; contiguous: kGroupOc
+  /// output channels, each the warp's row of kStoreBytes of pixels. The 16-byte units of a row are swizzled as TMA does for that width.
   static constexpr int kTileOcBytes = Config::kTileOc * G::kElementBytes;
-  static constexpr int kStoreBytes = kTileOcBytes % 128 == 0 ? 128 : kTileOcBytes % 64 == 0 ? 64 : kTileOcBytes % 32 == 0 ? 32 : 16;
-  static constexpr int kGroupOc = kStoreBytes / G::kElementBytes;
+  static constexpr int kStoreBytes = !Config::kChannelsLast    ? G::kWarpQ * G::kElementBytes
+                                     : kTileOcBytes % 128 == 0 ? 128
+                                     : kTileOcBytes % 64 == 0  ? 64
+                                     : kTileOcBytes % 32 == 0  ? 32
+                                                               : 16;
+  static constexpr int kGroupOc = Config::kChannelsLast ? kStoreBytes / G::kElementBytes : Config::kTileOc % 16 == 0 ? 16 : 8;
   static constexpr int kGroups = Config::kTileOc / kGroupOc;
-  static constexpr int kBlockBytes = round_up(16 * kStoreBytes, 1024);
-  static constexpr int kStagingWarpBytes = Config::kStagingGroups * Config::kBlocks * kBlockBytes;
-  static_assert(!Config::kChannelsLast || (Config::kStagingGroups > 0 && kGroups == kGroups / cute::max(Config::kStagingGroups, 1) * Config::kStagingGroups));
+  static constexpr int kGroupBytes = Config::kChannelsLast ? Config::kBlocks * round_up(16 * kStoreBytes, 1024)
+                                                           : round_up(kGroupOc * kStoreBytes, 1024);
+  static constexpr int kStagingWarpBytes = Config::kStagingGroups * kGroupBytes;
+  static_assert(kGroups % Config::kStagingGroups == 0);
 
   static constexpr int kWeightOffset = Config::kRowSlots * kRowBytes;
   static constexpr int kStagingOffset = kWeightOffset + Config::kWeightSlots * P::kStageBytes;
@@ -277,76 +283,74 @@ struct Sm90Epilogue {
     }
   }
 
-  /// channels_last: through the warp's staging buffers and out by TMA, which clips at the ends of O, Q and P. (p, q): the warp's first
-  /// pixel.
-  CUTLASS_DEVICE static void store_channels_last(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int n, int oc,
-                                                 int p, int q, int lane) {
+  /// contiguous: kGroupOc output channels from column group `first` on, each a row of the warp's pixels.
+  CUTLASS_DEVICE static void stage_rows(char* buffer, Accumulator const& acc, int first, int lane) {
+    int const g = lane / 4, t = lane % 4;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < L::kGroupOc / 8; ++k) {
+      int const j = first + k;
+      if constexpr (G::kElementBytes == 4) {  // a lane's adjacent pixels of one output channel are one vector
+        int const byte = g * G::kLaneQ * 4;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          float value[G::kLaneQ];
+          CUTLASS_PRAGMA_UNROLL
+          for (int m = 0; m < G::kLaneQ; ++m) value[m] = acc[m / 2][4 * j + 2 * (m % 2) + i];
+          *reinterpret_cast<cutlass::AlignedArray<float, G::kLaneQ>*>(buffer + staging_offset(8 * k + 2 * t + i, byte >> 4) + (byte & 15)) =
+              convert_vector<float>(value);
+        }
+      } else {  // a transposed 8 x 8 matrix leaves lane (g, t) with output channel g and the pixels of lanes 2t and 2t + 1
+        uint32_t column[G::kLaneQ];
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < G::kLaneQ; ++m)
+          cute::SM75_U32x1_MOVM_T::copy(pack_pair<Element>(acc[m / 2][4 * j + 2 * (m % 2)], acc[m / 2][4 * j + 2 * (m % 2) + 1]), column[m]);
+        cutlass::AlignedArray<uint32_t, G::kLaneQ> words;
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < G::kLaneQ; m += 2) {
+          words[m / 2] = __byte_perm(column[m], column[m + 1], 0x5410);
+          words[G::kLaneQ / 2 + m / 2] = __byte_perm(column[m], column[m + 1], 0x7632);
+        }
+        int const byte = t * G::kLaneQ * 4;
+        *reinterpret_cast<cutlass::AlignedArray<uint32_t, G::kLaneQ>*>(buffer + staging_offset(8 * k + g, byte >> 4) + (byte & 15)) = words;
+      }
+    }
+  }
+
+  /// Through the warp's staging buffers and out by TMA, which clips at the ends of O, Q and P. (p, q): the warp's first pixel.
+  CUTLASS_DEVICE static void store(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int n, int oc, int p, int q,
+                                   int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int first = 0; first < L::kGroups; first += Config::kStagingGroups) {
       if (lane == 0) cute::tma_store_wait<0>();  // the stores before have left the buffers
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kStagingGroups; ++i)
-        CUTLASS_PRAGMA_UNROLL
-        for (int b = 0; b < Config::kBlocks; ++b)
-          stage_pixels(staging + (i * Config::kBlocks + b) * L::kBlockBytes, acc[b], (first + i) * (L::kGroupOc / 8), lane);
+      for (int i = 0; i < Config::kStagingGroups; ++i) {
+        char* buffer = staging + i * L::kGroupBytes;
+        int const column_group = (first + i) * (L::kGroupOc / 8);
+        if constexpr (Config::kChannelsLast) {
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < Config::kBlocks; ++b)
+            stage_pixels(buffer + b * (L::kGroupBytes / Config::kBlocks), acc[b], column_group, lane);
+        } else {
+          stage_rows(buffer, acc, column_group, lane);
+        }
+      }
       cute::tma_store_fence();
       __syncwarp();
       if (lane == 0) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Config::kStagingGroups; ++i)
-          CUTLASS_PRAGMA_UNROLL
-          for (int b = 0; b < Config::kBlocks; ++b)
-            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + (i * Config::kBlocks + b) * L::kBlockBytes, oc + (first + i) * L::kGroupOc, q,
-                                          p + b, n);
+        for (int i = 0; i < Config::kStagingGroups; ++i) {
+          char const* buffer = staging + i * L::kGroupBytes;
+          int const o = oc + (first + i) * L::kGroupOc;
+          if constexpr (Config::kChannelsLast) {
+            CUTLASS_PRAGMA_UNROLL
+            for (int b = 0; b < Config::kBlocks; ++b)
+              cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + b * (L::kGroupBytes / Config::kBlocks), o, q, p + b, n);
+          } else {
+            cute::SM90_TMA_STORE_4D::copy(&y_map, buffer, q, p, o, n);
+          }
+        }
         cute::tma_store_arrive();
-      }
-    }
-  }
-
-  /// contiguous: straight to global memory. In the accumulators neighbouring lanes hold other output channels, and a store of theirs would
-  /// touch four rows in every quarter of the warp; so the warp is transposed first, until neighbouring lanes hold neighbouring pixels.
-  CUTLASS_DEVICE static void store_contiguous(Arguments const& args, Accumulator const& acc, int n, int oc, int p, int q, int lane) {
-    if (p >= args.p) return;
-    int64_t const plane = int64_t(args.p) * args.q;
-    auto* image = static_cast<Element*>(args.y) + int64_t(n) * Config::kO * plane + int64_t(p) * args.q + q;
-    if constexpr (G::kElementBytes == 4) {
-      // Lane l takes the vector of pixels of lane column l / 8, pixel group l % 8.
-      int const row = lane / 8, source = lane % 8 * 4 + row, pixel = lane % 8 * G::kLaneQ;
-      bool const inside = q + pixel < args.q;
-      float* y = image + (oc + 2 * row) * plane + pixel;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane)
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float value[G::kLaneQ];
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < G::kLaneQ; ++k) value[k] = __shfl_sync(0xffffffffu, acc[k / 2][4 * j + 2 * (k % 2) + i], source);
-          if (inside && (Config::kO % Config::kTileOc == 0 || oc + 8 * j + 2 * row + i < Config::kO))
-            *reinterpret_cast<cutlass::AlignedArray<float, G::kLaneQ>*>(y + i * plane) = convert_vector<float>(value);
-        }
-    } else {
-      // A transposed 8 x 8 matrix leaves lane (g, t) with output channel g and the pixels of lanes 2t and 2t + 1.
-      constexpr int kPixels = 2 * G::kLaneQ;
-      int const row = lane / 4, pixel = lane % 4 * kPixels;
-      bool const inside = q + pixel < args.q;
-      Element* y = image + (oc + row) * plane + pixel;
-      CUTLASS_PRAGMA_UNROLL
-      for (int j = 0; j < Config::kTileOc / 8; ++j, y += 8 * plane) {
-        uint32_t column[G::kLaneQ];
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < G::kLaneQ; ++k) {
-          uint32_t const packed = pack_pair<Element>(acc[k / 2][4 * j + 2 * (k % 2)], acc[k / 2][4 * j + 2 * (k % 2) + 1]);
-          cute::SM75_U32x1_MOVM_T::copy(packed, column[k]);
-        }
-        cutlass::AlignedArray<uint32_t, G::kLaneQ> words;
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < G::kLaneQ; k += 2) {
-          words[k / 2] = __byte_perm(column[k], column[k + 1], 0x5410);
-          words[G::kLaneQ / 2 + k / 2] = __byte_perm(column[k], column[k + 1], 0x7632);
-        }
-        if (inside && (Config::kO % Config::kTileOc == 0 || oc + 8 * j + row < Config::kO))
-          *reinterpret_cast<cutlass::AlignedArray<uint32_t, G::kLaneQ>*>(y) = words;
       }
     }
   }
@@ -493,13 +497,10 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       int const oc = item.oc_tile * Config::kTileOc;
       int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
       Sm90Epilogue<Config>::apply(args, result, scale, oc, lane);
-      if constexpr (Config::kChannelsLast)
-        Sm90Epilogue<Config>::store_channels_last(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
-      else
-        Sm90Epilogue<Config>::store_contiguous(args, result, item.n, oc, p, q, lane);
+      Sm90Epilogue<Config>::store(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
       if (__any_sync(0xffffffffu, check != check)) {
         // The bulk stores must have landed, not only left shared memory, before other lanes write over them.
-        if (Config::kChannelsLast && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
         __syncwarp();
         for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
           int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
@@ -514,7 +515,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       if constexpr (!L::kResidentWeights) release_weights();
     }
   }
-  if (Config::kChannelsLast && lane == 0) cute::tma_store_wait<0>();
+  if (lane == 0) cute::tma_store_wait<0>();
 }
 
 template <class Config>
@@ -525,7 +526,7 @@ CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor 
   if (threadIdx.x == 0) {
     shared.initialise();
     cute::prefetch_tma_descriptor(&x_map);
-    if (Config::kChannelsLast) cute::prefetch_tma_descriptor(&y_map);
+    cute::prefetch_tma_descriptor(&y_map);
   }
   __syncthreads();
   if (warpgroup == L::kWarpgroups) {
