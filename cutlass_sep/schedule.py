@@ -33,10 +33,10 @@ PORTABLE_CANDIDATES = 6
 _PORTABLE_FIT = 1.33
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
-#: Output columns that `representative` counts as narrow, and the square maps that stand for wide and narrow ones (for narrow ones whose
-#: rows are read along W in 16-byte units the second: smaller ones are seldom aligned).
+#: Output columns that `representative` counts as narrow, and the extents of the square maps that stand for wide and for
+#: narrow ones (the second for narrow ones with aligned contiguous rows: smaller ones are seldom aligned).
 NARROW_Q = 32
-WIDE_MAP = 112
+WIDE_MAP = 120
 NARROW_MAP = (14, 28)
 #: For the estimates alone: about the number of multiprocessors of a large GPU.
 _MULTIPROCESSORS = 128
@@ -361,14 +361,15 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
     atom = 128 // problem.element_size
     padded = _round_up(problem.c, atom)
     slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
-    for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4, 2, 1), (2, 3, 1)):
+    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4, 2, 1), (2, 3, 1))
+    for tile_oc, slot, blocks, warps_q, warpgroups in shapes:
         base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups)
         if Geometry(problem, base).registers <= CONSUMER_REGISTERS[warpgroups]:
             yield from _with_rings(problem, base, arch)
 
 
 def _tile_ocs(o: int) -> list[int]:
-    """sm90: tiles of `o` output channels worth trying: of those that take as many passes the smallest, and at most eight passes."""
+    """sm90: tiles of `o` output channels worth trying: the smallest of those that take as many passes, of few passes."""
     smallest = {-(-o // tile_oc): tile_oc for tile_oc in reversed(TILE_OCS)}
     fewest = min(smallest)
     return [tile_oc for passes, tile_oc in smallest.items() if passes <= max(8, 2 * fewest)]
@@ -390,14 +391,14 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
 
 
 def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> Iterator[Schedule]:
-    """`base` with rings that fill shared memory: all weights resident or two chunks of them, all stores staged at once or one at a time."""
+    """`base` with rings that fill shared memory: all weights resident or two chunks of them, few or many stores staged."""
     geometry = Geometry(problem, base)
     window = geometry.window_rows(geometry.tile_p)
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
     most = 2 * geometry.window_rows(geometry.tile_p * base.warpgroups) + 8
-    groups = base.tile_oc * problem.element_size // geometry.store_bytes if geometry.channels_last else 0
+    groups = geometry.store_groups
     for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
-        for staging in sorted({groups, min(groups, 1)}):
+        for staging in [count for count in (1, 2, 4, 8) if groups % count == 0] if groups <= 8 else (1, groups):
             partial = replace(base, weight_slots=weight_slots, staging_groups=staging, row_slots=0)
             room = archs.SHARED_BYTES[arch] - Geometry(problem, partial).shared_bytes
             rows = min(room // (geometry.row_bytes + 16), most)
@@ -406,9 +407,9 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
 
 
 def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
-    """The problem that stands for `problem` in the choice of a schedule: same layer, but a batch and a map of one of two sizes.
+    """The problem that stands for `problem` in the choice of a schedule: the same layer at one of two sizes.
 
-    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, aligned for 16-byte accesses and not.
+    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, with 16-byte alignment and not.
     """
     aligned = problem.alignment == MAX_ALIGNMENT
     extent = WIDE_MAP if problem.q > NARROW_Q else NARROW_MAP[problem.layout == "contiguous" and aligned]
@@ -422,14 +423,16 @@ def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = No
     """Legal schedules (of one path, or of all), best first by `estimate` for the problem's `representative`."""
     archs.check(arch)
     stand_in = representative(problem)
-    found = [s for name in PATHS if path in (None, name) and supports(problem, name, arch) for s in _ranked(stand_in, name, arch)]
+    paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
+    found = [schedule for name in paths for schedule in _ranked(stand_in, name, arch)]
     return sorted(found, key=lambda s: estimate(stand_in, s, arch)) if path is None else found
 
 
 @lru_cache(maxsize=1024)
 def _ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Schedule, ...]:
     """The best schedules of one path, best first. On sm90 they differ by more than their rings."""
-    ranked = sorted(_legal(problem, path, arch), key=lambda s: (estimate(problem, s, arch), -s.row_slots, -s.staging_groups))
+    legal = _legal(problem, path, arch)
+    ranked = sorted(legal, key=lambda s: (estimate(problem, s, arch), -s.row_slots, -s.staging_groups))
     if path == "portable":
         return tuple(ranked[:PORTABLE_CANDIDATES])
     best = {}

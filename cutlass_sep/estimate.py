@@ -1,0 +1,198 @@
+"""Estimated times on an H200, for choosing between schedules and paths: good for an order, not for a prediction.
+
+For one multiprocessor, every unit's cycles are counted: bytes from device memory and through L2, issue slots, wavefronts
+of shared memory, tensor cores. What they take together is fitted to 21 schedules of the lead shape measured on the H200
+(they are met to 3 %, root mean square); PyTorch's side to eight measurements of the lead shape. The rest is arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from .problem import SeparableConv2dProblem
+
+if TYPE_CHECKING:
+    from .schedule import Geometry
+
+#: Multiprocessors, and cycles a microsecond under load.
+MULTIPROCESSORS = 132
+CYCLES_PER_US = 1700.0
+#: Microseconds of a call beside its main kernel: the launch, and the packing of weights before it.
+LAUNCH_US = 4.0
+#: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
+_DEVICE_BYTES = 18.1
+_L2_BYTES = 45.0
+#: Cycles from a load of x to its arrival, as far as nothing hides them.
+_LATENCY = 1000.0
+#: Cycles that one warp of a scheduler takes for an instruction while no other warp is there.
+_LONE_WARP = 2.0
+#: Cycles of a step that nothing else of its warpgroup hides: barriers, filling and draining of the MMAs.
+_STEP = 1250.0
+#: Cycles that waiting for one row, or giving it back, takes a warp; and that a TMA copy takes the producer.
+_ROW = 85.0
+_COPY = 95.0
+#: Cycles that a warp waits for each batch of its stores but the first to leave the staging buffers.
+_STAGE = 150.0
+#: Part of the second longest of several units' times that the longest does not hide.
+_EXPOSED = 0.23
+#: Part of the time by which rows come late that the warpgroups wait.
+_LATE = 0.45
+#: Instructions of an activation on one value.
+_ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 28}
+#: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
+#: convolutions reach.
+_TORCH_LAUNCH_US = 3.0
+_PASS_SHARE = 0.85
+#: channels_last: the share of cuDNN's depthwise kernels.
+_DEPTHWISE_SHARE = 0.74
+#: Picoseconds a tap and output of PyTorch's depthwise kernels: contiguous ones are bound by it, not by bytes.
+_TAP_PS = {"float32": 0.3, "float16": 0.49, "bfloat16": 1.27}
+_TAP_PS_CHANNELS_LAST = (0.1, 0.3)  # up to 25 taps, beyond
+#: Matrix products: TFLOP/s of large ones by operand type.
+_TFLOPS = {"bfloat16": 650.0, "float16": 640.0, "tf32": 340.0, "ieee": 45.0}
+
+
+def steps(g: Geometry) -> int:
+    """sm90: steps of a work item, the split of P that takes the fewest rows of x over all rounds of the grid."""
+    p = g.problem
+    if not g.march:
+        return g.schedule.warpgroups
+    columns = p.n * -(-p.q // g.tile_q) * g.oc_tiles
+    most = -(-p.p // g.tile_p)
+
+    def cost(count: int) -> int:
+        return -(-columns * -(-most // count) // MULTIPROCESSORS) * (g.window_rows(count * g.tile_p) + 2)
+
+    return min({-(-most // parts) for parts in range(1, most + 1)}, key=lambda count: (cost(count), -count))
+
+
+def _combine(*times: float) -> float:
+    """What several units take together."""
+    first, second = sorted(times, reverse=True)[:2]
+    return first + _EXPOSED * second
+
+
+def _depthwise(g: Geometry) -> tuple[float, float]:
+    """sm90, one warp, 16 channels of one step: instructions, and shared-memory wavefronts."""
+    p, s, size = g.problem, g.schedule, g.problem.element_size
+    kernel_h, kernel_w = p.kernel
+    lane_channels = 8 // size
+    values = 8 * s.blocks
+    row_units = -(-kernel_w * lane_channels // 4)
+    weights = g.mma_steps * (kernel_h * row_units + p.dw_bias)
+    if g.pixel_major:
+        rows = min(g.window_rows(g.lane_p), kernel_h * g.lane_p)
+        loads = g.mma_steps * rows * min(g.window_cols(g.lane_q), kernel_w * g.lane_q)
+        read = 2 * loads
+        unpack = lane_channels * loads if size == 2 else 0
+        weights *= 1.5 if s.blocks > 1 else 1
+    else:
+        vector = 4 if g.lane_q * p.stride[1] % 4 == 0 else 2
+        loads = 4 * kernel_h * -(-(g.phase % vector + g.window_cols(g.lane_q)) // vector)
+        read = loads * vector * size / 4
+        unpack = vector * loads if size == 2 else 0
+    convert = {"ieee": 5 * values, "tf32": 2 * values}.get(p.fp32_precision, values)
+    issue = values * math.prod(p.kernel) + loads + unpack + weights + convert + _ACTIVATION[p.mid_activation] * values
+    mma = s.blocks * _products(g) * (2 if p.fp32_precision == "tf32" else 1)
+    return issue + 3 * mma + 30, read + weights
+
+
+def _products(g: Geometry) -> int:
+    return g.parts * (g.parts + 1) // 2
+
+
+def _epilogue(g: Geometry) -> tuple[float, float]:
+    """sm90, one warp's tile: instructions, and shared-memory wavefronts."""
+    p, s, size = g.problem, g.schedule, g.problem.element_size
+    values = s.blocks * s.tile_oc // 2
+    issue = values * (1 + p.pw_bias + _ACTIVATION[p.activation])
+    if size == 4:
+        return issue + values, values * 1.25
+    return issue + values * (1.0 if g.channels_last else 1.6), values * (0.75 if g.channels_last else 1.0)
+
+
+def _lines(g: Geometry, channels: int) -> float:
+    """Lines of 128 bytes that `channels` of one row of x under a tile touch; contiguous rows one more on either side."""
+    p, size = g.problem, g.problem.element_size
+    if g.channels_last:
+        return g.columns * channels * size / 128
+    useful = g.tile_q * p.stride[1]
+    return channels * (math.ceil(useful * size / 128) + (2 if p.kernel[1] > 1 else 0))
+
+
+def sm90_us(g: Geometry) -> float:
+    """Microseconds of a call on path sm90."""
+    p, s, size = g.problem, g.schedule, g.problem.element_size
+    channels = min(s.slot_channels, p.c)
+    groups = -(-channels // 16)
+    per_item = steps(g)
+    strips, down = -(-p.q // g.tile_q), -(-p.p // (per_item * g.tile_p))
+    items = p.n * down * strips * g.oc_tiles
+    waves = -(-items // MULTIPROCESSORS)
+    active = min(items, MULTIPROCESSORS)
+    device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
+
+    # A round: every warpgroup makes one step of one chunk of channels.
+    out_rows = g.tile_p * s.warpgroups
+    used_rows = min(out_rows, p.p)
+    new_rows = out_rows * p.stride[0] if g.march else g.window_rows(out_rows)
+    issue, waves_shared = _depthwise(g)
+    mmas = groups * s.blocks * _products(g) * max(s.tile_oc / 2, 16) * (2 if p.fp32_precision == "tf32" else 1)
+    operand = groups * s.blocks * _products(g) * s.tile_oc / 4 * (2 if p.fp32_precision == "tf32" else 1)
+    promote = s.blocks * s.tile_oc / 2 if g.split and g.chunks > 1 else 0
+    end_issue, end_shared = _epilogue(g)
+    ends = 1 / g.chunks
+    warp_issue = groups * issue + promote + ends * end_issue
+    waits = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
+    crowd = max(s.warpgroups, _LONE_WARP)
+    round_issue = crowd * warp_issue + _STEP + waits + _ROW * (g.window_rows(g.tile_p) + new_rows)
+    rows_bytes = new_rows * g.row_bytes
+    round_shared = s.warpgroups * (4 * groups * waves_shared + 4 * ends * end_shared + operand) + rows_bytes / 128
+    round_tensor = s.warpgroups * mmas
+    round_copies = new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1))
+    round_compute = _combine(round_issue, round_shared, round_tensor, round_copies)
+
+    # Bytes of x: whole from device memory once, the lines read again (halos, other output channels) through L2.
+    resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
+    weights = 0 if resident else g.stage_bytes / max(1, per_item / s.warpgroups if g.march else 1)
+    own = used_rows * p.stride[0] * min(g.tile_q, p.q) * p.stride[1] * channels * size / g.oc_tiles
+    output = ends * used_rows * min(g.tile_q, p.q) * min(s.tile_oc, p.o) * size
+    round_memory = (own + output) / device_bytes + max(0, new_rows * _lines(g, channels) * 128 - own + weights) / _L2_BYTES
+
+    if g.march:
+        slack = s.row_slots - g.window_rows(out_rows)
+        row_time = max(round_memory, round_compute) / new_rows
+        stall = _LATE * max(0.0, _LATENCY - slack * row_time)
+        round_time = _combine(round_memory, round_compute) + stall
+        fill = _LATENCY + g.window_rows(g.tile_p) * g.row_bytes / _L2_BYTES
+        item = per_item / s.warpgroups * round_time + fill
+    else:
+        load = _LATENCY + round_memory
+        ahead = min(1.0, max(0.0, (s.row_slots - new_rows) / new_rows))
+        round_time = _combine(load, round_compute) + (1 - ahead) * min(load, round_compute)
+        item = g.chunks * round_time + _LATENCY
+    return waves * item / CYCLES_PER_US + LAUNCH_US
+
+
+def torch_us(p: SeparableConv2dProblem) -> float:
+    """Microseconds of the same call as PyTorch's two convolutions and the elementwise passes beside them."""
+    size, channels_last = p.element_size, p.layout == "channels_last"
+    bandwidth = _DEVICE_BYTES * MULTIPROCESSORS * CYCLES_PER_US  # bytes a microsecond
+    x, m, y = (p.n * c * h * w * size for c, h, w in ((p.c, p.h, p.w), (p.c, p.p, p.q), (p.o, p.p, p.q)))
+    taps = math.prod(p.kernel)
+    tap = _TAP_PS_CHANNELS_LAST[taps > 25] if channels_last else _TAP_PS[p.dtype]
+    depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, m / size * taps * tap * 1e-6)
+    precision = p.fp32_precision or p.dtype
+    # A wave of 128 x 128 tiles at a time; the fp32 ones are slow to start (16 TFLOP/s at 64 channels).
+    tiles = -(-p.n * p.p * p.q // 128) * -(-p.o // 128)
+    padded = 2 * 128 * 128 * (p.c + (100 if precision == "ieee" else 0))
+    product = -(-tiles // MULTIPROCESSORS) * padded * MULTIPROCESSORS / _TFLOPS[precision] * 1e-6
+    pointwise = max((m + y) / bandwidth / _PASS_SHARE, product)
+    passes = 2 * m * (p.mid_activation is not None) + 2 * m * (p.dw_bias and channels_last)
+    passes += 2 * y * (p.activation is not None) + 2 * y * p.pw_bias
+    launches = 2 + (p.mid_activation is not None) + (p.activation is not None) + p.pw_bias + (p.dw_bias and channels_last)
+    if not channels_last and precision != "ieee":  # tensor cores take channels_last: both sides are transposed
+        passes += 2 * (m + y)
+        launches += 2
+    return depthwise + pointwise + passes / bandwidth / _PASS_SHARE + launches * _TORCH_LAUNCH_US
