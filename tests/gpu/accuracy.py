@@ -1,0 +1,175 @@
+"""The float64 result and how far from it a kernel may be.
+
+The bound of an element is a worst case: the unit roundoff of each step times the magnitudes that meet in it, with as
+many roundings as the reduction is long. It tells a wrong element from a rounded one. How accurate all of y is together
+is judged by ||y - y64|| / ||y64||, beside PyTorch's own figure on the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cutlass_sep import reference
+from cutlass_sep.problem import SeparableConv2dProblem
+
+from .calls import Tensors, describe
+
+#: Unit roundoff (half the spacing at 1) of memory's types, and of TF32 with its 10 stored bits.
+UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+TF32_UNIT = 2.0**-11
+#: The tensor core cuts fp32 sums off instead of rounding them.
+TRUNCATION = 2.0**-23
+#: fp32-grade products of split operands: each lo part is at most 2^-11 of its operand and is cut to 10 stored bits,
+#: which loses 2^-21 of either operand; the product of both lo parts, 2^-22, is left out.
+SPLIT_LOSS = 2.0**-21 + 2.0**-21 + 2.0**-22
+#: Channels after which an fp32-grade sum leaves the tensor core at the latest (design: precision).
+PROMOTION = 64
+#: Half the distance of fp16's smallest numbers.
+FP16_TINY = 2.0**-25
+#: Roundings in one evaluation of an activation, counted high; each is relative to the argument, the larger of both.
+ACTIVATION_ROUNDINGS = 8
+#: Largest slope of each activation, rounded up.
+SLOPES = {None: 1.0, "relu": 1.0, "relu6": 1.0, "silu": 1.1, "hardswish": 1.5, "gelu": 1.13, "gelu_tanh": 1.13}
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+}
+#: fp32-grade: largest relative error (norms) whatever strict fp32 has, else this many times strict fp32's.
+FP32_GRADE, TIMES_STRICT = 5e-7, 4
+TIMES_EAGER = 1.1
+#: Elements of y from which on the ratio of two norms of rounding errors is a matter of arithmetic and not of luck.
+ENOUGH_FOR_NORMS, ENOUGH_FOR_EAGER = 1 << 10, 1 << 14
+#: Elements of float64 worked on at a time.
+_CHUNK = 1 << 27
+
+
+def depthwise(problem: SeparableConv2dProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    top, bottom, left, right = problem.padding
+    padded = F.pad(x, (left, right, top, bottom))
+    return F.conv2d(padded, weight, bias, problem.stride, 0, problem.dilation, groups=problem.c)
+
+
+def pointwise(weight: Tensor, a: Tensor, bias: Tensor | None) -> Tensor:
+    z = torch.matmul(weight.flatten(1), a.flatten(2)).unflatten(2, a.shape[2:])
+    return z if bias is None else z + bias[:, None, None]
+
+
+def exact(problem: SeparableConv2dProblem, tensors: Tensors) -> Tensor:
+    """y in float64, by convolution on an explicitly padded x and a matrix product."""
+    x, dw_weight, pw_weight, dw_bias, pw_bias = (None if t is None else t.double() for t in tensors)
+    m = depthwise(problem, x, dw_weight, dw_bias)
+    z = pointwise(pw_weight, ACTIVATIONS[problem.mid_activation](m), pw_bias)
+    return ACTIVATIONS[problem.activation](z)
+
+
+def exact_and_bound(problem: SeparableConv2dProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """y in float64, and the most that an element may differ from it."""
+    p = problem
+    unit32 = UNIT["float32"]
+    tensors = tuple(None if t is None else t.double() for t in tensors)
+    x, dw_weight, pw_weight, dw_bias, pw_bias = tensors
+    m = depthwise(p, x, dw_weight, dw_bias)
+    m_size = depthwise(p, x.abs(), dw_weight.abs(), None if dw_bias is None else dw_bias.abs())
+    a = ACTIVATIONS[p.mid_activation](m)
+    a_error = SLOPES[p.mid_activation] * (math.prod(p.kernel) + 1) * unit32 * m_size
+    if p.mid_activation is not None:
+        a_error += ACTIVATION_ROUNDINGS * unit32 * m.abs()
+    # What the MMA takes in place of a and of the weights, and how it adds up.
+    if p.fp32_precision == "ieee":
+        products = SPLIT_LOSS
+        sums = 3 * min(p.c, PROMOTION) * TRUNCATION + math.ceil(p.c / PROMOTION) * unit32
+    else:
+        operand = TF32_UNIT if p.dtype == "float32" else UNIT[p.dtype]
+        a_error += operand * (a.abs() + a_error) + (FP16_TINY if p.dtype == "float16" else 0)
+        products = TF32_UNIT if p.dtype == "float32" else 0  # 16-bit weights stay what they are
+        sums = p.c * TRUNCATION
+    del m, m_size
+    z = pointwise(pw_weight, a, pw_bias)
+    z_size = pointwise(pw_weight.abs(), a.abs() + a_error, None if pw_bias is None else pw_bias.abs())
+    z_error = pointwise(pw_weight.abs(), a_error, None) + (products + sums + unit32) * z_size
+    y = ACTIVATIONS[p.activation](z)
+    bound = SLOPES[p.activation] * z_error
+    if p.activation is not None:
+        bound += ACTIVATION_ROUNDINGS * unit32 * z.abs()
+    bound += UNIT[p.dtype] * (y.abs() + bound) + (FP16_TINY if p.dtype == "float16" else 0)
+    return y, bound
+
+
+@dataclass(frozen=True)
+class Found:
+    """Errors of one output: relative in norms, and the largest absolute one."""
+
+    relative: float
+    largest: float
+
+
+def judge(problem: SeparableConv2dProblem, tensors: Tensors, y: Tensor, context: str = "") -> Found:
+    """Assert that y [N,O,P,Q] is as accurate as its kernel has to be; `context` goes into the messages."""
+    p = problem
+    where = f"{context}\n{describe(p)}"
+    assert tuple(y.shape) == (p.n, p.o, p.p, p.q), f"y has shape {tuple(y.shape)}\n{where}"
+    step = max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
+    square = total = largest = 0.0
+    for first in range(0, p.n, step):
+        images = slice(first, first + step)
+        want, bound = exact_and_bound(p, (tensors[0][images], *tensors[1:]))
+        error = (y[images].double() - want).abs_()
+        excess = error - bound
+        worst = int(excess.argmax())
+        if not excess.flatten()[worst] <= 0:  # also for NaN
+            n, o, row, column = (int(i) for i in torch.unravel_index(torch.tensor(worst), excess.shape))
+            wrong = int((~(excess <= 0)).sum())
+            raise AssertionError(
+                f"{wrong} of {excess.numel()} elements are out of bounds; worst: y[{first + n},{o},{row},{column}] = "
+                f"{y[first + n, o, row, column].item():.9g}, float64 has {want[n, o, row, column].item():.9g}, "
+                f"allowed error {bound[n, o, row, column].item():.3g}\n{where}"
+            )
+        largest = max(largest, error.max().item())
+        square += error.square_().sum().item()
+        total += want.square_().sum().item()
+    relative = math.sqrt(square / total) if total else 0.0
+    if y.numel() >= ENOUGH_FOR_NORMS:
+        limit, kind = _limit(p, tensors, y.numel(), relative)
+        assert relative <= limit, f"relative error {relative:.3g}, allowed {limit:.3g} ({kind})\n{where}"
+    return Found(relative, largest)
+
+
+def _limit(problem: SeparableConv2dProblem, tensors: Tensors, numel: int, relative: float) -> tuple[float, str]:
+    """The largest relative error allowed and why; PyTorch runs only if the answer depends on it."""
+    p = problem
+    if p.fp32_precision == "tf32":
+        return 2 * TF32_UNIT, "both operands rounded to TF32"
+    if p.fp32_precision == "ieee":
+        if relative <= FP32_GRADE:
+            return FP32_GRADE, "fp32-grade"
+        return max(FP32_GRADE, TIMES_STRICT * eager_error(p, tensors)), f"{TIMES_STRICT} times strict fp32"
+    if numel < ENOUGH_FOR_EAGER:
+        # Each element stays within its own bound, checked before.
+        return math.inf, "too few elements to compare with eager"
+    return TIMES_EAGER * eager_error(p, tensors), f"{TIMES_EAGER} times eager"
+
+
+def eager_error(problem: SeparableConv2dProblem, tensors: Tensors) -> float:
+    """Relative error of PyTorch's pair of convolutions on the same data, at the problem's precision."""
+    p = problem
+    square = total = 0.0
+    step = max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
+    for first in range(0, p.n, step):
+        part = (tensors[0][first : first + step], *tensors[1:])
+        y = reference.depthwise_separable_conv2d(
+            *part, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, p.fp32_precision or "ieee"
+        )
+        want = exact(p, part)
+        square += (y.double() - want).square_().sum().item()
+        total += want.square_().sum().item()
+    return math.sqrt(square / total)

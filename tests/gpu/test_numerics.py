@@ -1,0 +1,132 @@
+"""Accuracy where it is hard: long reductions, sums without cancellation, the lead shape; and torch's TF32 flags."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cutlass_sep import op
+from cutlass_sep.bench import inputs
+from cutlass_sep.bench.inputs import options
+from cutlass_sep.functional import depthwise_separable_conv2d
+from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.schedule import supports
+
+from . import accuracy
+from .calls import Poisoned, Tensors, draw, make_problem
+
+PATHS = ("sm90", "portable")
+LAYOUTS = ("contiguous", "channels_last")
+#: Multiply-adds that the rehearsal's CPU can be asked for.
+REHEARSED_FLOPS = 2e9
+#: Largest |y - y64| on the lead shape, fp32-grade.
+LEAD_LARGEST = 1e-5
+
+
+def run(machine, problem: SeparableConv2dProblem, tensors: Tensors, path: str | None) -> accuracy.Found:
+    operator = op.DepthwiseSeparableConv2d(*tensors, **options(problem), path=path, arch=machine.arch)
+    assert operator.path == path
+    out = Poisoned.like(problem, machine.device)
+    operator.run(*tensors, out=out.tensor)
+    out.check()
+    return accuracy.judge(problem, tensors, out.tensor, f"path {path}, {operator.schedule}")
+
+
+def require(machine, problem: SeparableConv2dProblem, path: str) -> None:
+    """Skip what `path` cannot run, and in the rehearsal what a CPU cannot compute in good time."""
+    support = supports(problem, path, machine.arch)
+    if not support:
+        pytest.skip(f"path {path}: {support.reason}")
+    if problem.flops > REHEARSED_FLOPS:
+        machine.needs_gpu(problem, path=path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", ["fp32", "tf32", "fp16", "bf16"])
+def test_lead_shape(machine, generator, variant: str, layout: str, path: str):
+    problem = make_problem(variant, layout, n=16, c=64, h=512, w=512, o=128, dw_bias=False, pw_bias=False)
+    assert inputs.is_lead(problem)
+    require(machine, problem, path)
+    found = run(machine, problem, draw(problem, generator), path)
+    if variant == "fp32":
+        assert found.largest <= LEAD_LARGEST
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("c", [256, 2048])
+def test_long_reductions_are_fp32_grade(machine, generator, c: int, layout: str, path: str):
+    """Also without cancellation, where cut-off sums lean to one side."""
+    problem = make_problem("fp32", layout, n=1, c=c, h=32, w=32, o=256)
+    require(machine, problem, path)
+    tensors = draw(problem, generator)
+    run(machine, problem, tensors, path)
+    run(machine, problem, tuple(t.abs_() for t in tensors), path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("activations", [(None, None), ("gelu", "silu")], ids=["linear", "gelu-silu"])
+@pytest.mark.parametrize("variant", ["fp16", "bf16"])
+def test_sixteen_bit_is_as_good_as_eager(machine, generator, variant: str, activations, layout: str, path: str):
+    mid, out = activations
+    problem = make_problem(variant, layout, n=2, c=256, h=28, w=32, o=128, mid_activation=mid, activation=out)
+    require(machine, problem, path)
+    tensors = draw(problem, generator)
+    assert problem.n * problem.o * problem.p * problem.q >= accuracy.ENOUGH_FOR_EAGER
+    run(machine, problem, tensors, path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tf32_is_one_rounding_of_each_operand(machine, generator, layout: str, path: str):
+    """And no better: "tf32" asked for must not pay for "ieee"."""
+    problem = make_problem("tf32", layout, n=1, c=64, h=32, w=32, o=64)
+    require(machine, problem, path)
+    found = run(machine, problem, draw(problem, generator), path)
+    assert found.relative > 10 * accuracy.FP32_GRADE
+
+
+@pytest.fixture
+def tf32_flags():
+    """Puts torch's TF32 flags back."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("kind", ["fused", "path torch"])
+def test_F15_only_the_call_decides_about_tf32(machine, no_fallback, tf32_flags, kind: str):
+    """2077 needs 12 significant bits, TF32 has 11."""
+    x = torch.full((1, 1, 4, 4), 2077.0, device=machine.device)
+    one = torch.ones(1, 1, 1, 1, device=machine.device)
+    for flag in (False, True, False):
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = flag
+        for precision in ("ieee", "tf32"):
+            if kind == "fused":
+                y = depthwise_separable_conv2d(x, one, one, fp32_precision=precision)
+            else:
+                y = op.DepthwiseSeparableConv2d(x, one, one, fp32_precision=precision, path="torch").run(x, one, one)
+            if precision == "ieee":
+                assert torch.equal(y, x)
+            elif kind == "fused":
+                assert torch.equal(y, torch.full_like(y, 2078.0)) or torch.equal(y, torch.full_like(y, 2076.0))
+
+
+def test_F15_gradients_are_fp32_whatever_the_flags_say(machine, generator, no_fallback, tf32_flags):
+    """Every sum has at most n products: ||g - g64|| <= 2 n u ||g64||, where TF32 would have thousands of u."""
+    problem = make_problem("fp32", c=32, h=12, w=12, o=32)
+    tensors = draw(problem, generator)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    doubles = [t.double().requires_grad_() for t in tensors]
+    accuracy.exact(problem, doubles).sum().backward()
+    longest = problem.n * problem.p * problem.q
+    for flag in (False, True, False):
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = flag
+        for leaf in leaves:
+            leaf.grad = None
+        depthwise_separable_conv2d(*leaves, **options(problem)).sum().backward()
+        for got, want in zip(leaves, doubles, strict=True):
+            error = (got.grad.double() - want.grad).norm() / want.grad.norm()
+            assert error <= 2 * longest * accuracy.UNIT["float32"]
