@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from . import arch as archs
-from .compiler import Cubin, build
+from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
 from .planner import Plan, plan
 from .problem import SeparableConv2dProblem
@@ -32,23 +32,26 @@ _MOST_BLOCKS = 2**31 - 1
 _TENSOR_MAPS_KEPT = 64
 
 
+class DriverError(RuntimeError):
+    """The driver refused a call; the message names it."""
+
+
 def _checked(result: tuple, what: str):
-    """Unpack what a cuda.bindings call returned; RuntimeError naming `what` if it failed."""
+    """Unpack what a cuda.bindings call returned; DriverError naming `what` if it failed."""
     from cuda.bindings import driver
 
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorString(status)
-        raise RuntimeError(f"{what} failed: {name.decode() if name else status} ({status.name})")
+        raise DriverError(f"{what} failed: {name.decode() if name else status} ({status.name})")
     return values[0] if len(values) == 1 else tuple(values)
 
 
 class _Module:
-    """A cubin loaded for one device, with its two kernels ready to launch."""
+    """A cubin loaded for one device, with its two kernels ready to launch. Loaded for the life of the process."""
 
     def __init__(self, cubin: Cubin, arch: str, device: int, shared_bytes: int):
         from cuda.bindings import driver
-        from cuda.core import Device, ObjectCode
 
         capability = torch.cuda.get_device_capability(device)
         if not archs.runs_on(arch, capability):
@@ -56,15 +59,16 @@ class _Module:
                 f"cuda:{device} ({torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}) "
                 f"cannot load a cubin for {arch}"
             )
-        torch.cuda.init()
         with torch.cuda.device(device):
-            Device(device).set_current()
-            self._object = ObjectCode.from_cubin(cubin.code)
-            self.pack = int(self._object.get_kernel("pack_weights").handle)
-            self.main = int(self._object.get_kernel("separable2d").handle)
+            torch.cuda.current_stream(device)  # makes the device's context current
+            library = _checked(
+                driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0), f"loading a cubin for {arch} on cuda:{device}"
+            )
+            self.pack = _checked(driver.cuLibraryGetKernel(library, b"pack_weights"), "finding kernel pack_weights")
+            self.main = _checked(driver.cuLibraryGetKernel(library, b"separable2d"), "finding kernel separable2d")
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _checked(
-                driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(self.main), driver.CUdevice(device)),
+                driver.cuKernelSetAttribute(attribute, shared_bytes, self.main, driver.CUdevice(device)),
                 f"reserving {shared_bytes} bytes of shared memory",
             )
 
@@ -81,15 +85,34 @@ def clear_memory() -> None:
         _kernels.clear()
 
 
+class _Launcher:
+    """What a launch of one kernel on one device needs and its tensors do not change."""
+
+    def __init__(self, module: _Module, geometry: Geometry, device: int):
+        from cuda.bindings import driver
+
+        problem, schedule = geometry.problem, geometry.schedule
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.run = driver.cuLaunchKernel
+        self.pack = (int(module.pack), geometry.chunks * geometry.oc_tiles, 1, 1, _PACK_THREADS, 1, 1, 0)
+        steps = geometry.steps(processors)
+        items = geometry.items(steps)
+        persistent = schedule.path == "sm90"
+        blocks = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
+        self.main = (int(module.main), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
+        self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, problem.padding[0], problem.padding[2], steps)
+
+
 class Kernel:
     """One problem under one schedule for one architecture. Builds, loads and encodes on first use."""
 
     def __init__(self, problem: SeparableConv2dProblem, schedule: Schedule, arch: str):
         self.problem, self.schedule, self.arch = problem, schedule, arch
         self.geometry = Geometry(problem, schedule)
+        self._workspace_bytes = self.geometry.workspace_bytes
         self._maps: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._buffers: list[_LaunchBuffer] = []
-        self._launchers: dict[int, _Module] = {}
+        self._launchers: dict[int, _Launcher] = {}
 
     @cached_property
     def source(self) -> str:
@@ -121,35 +144,24 @@ class Kernel:
                 f"kernel {self.name} is not loaded yet and cannot be built while a CUDA graph is captured; "
                 "warm it up first: cutlass_sep.warmup(f, *args)"
             )
+        self._launchers[device] = _Launcher(self._module(device), self.geometry, device)
+
+    def _module(self, device: int) -> _Module:
         key = (self.cubin.key, device)
         with _lock:
             module = _modules.get(key)
-        if module is None:
+        if module is not None:
+            return module
+        try:
             module = _Module(self.cubin, self.arch, device, self.geometry.shared_bytes)
-            with _lock:
-                module = _modules.setdefault(key, module)
-        self._launchers[device] = module
-
-    @cached_property
-    def _steps(self) -> int:
-        """Steps of a work item: the split of P that takes the fewest rows of x, over all rounds of the grid."""
-        g, p = self.geometry, self.problem
-        if self.schedule.path == "portable" or not g.march:
-            return self.schedule.warpgroups
-        columns = p.n * -(-p.q // g.tile_q) * g.oc_tiles
-        most = -(-p.p // g.tile_p)
-        processors = 132
-
-        def cost(steps: int) -> int:
-            rounds = -(-columns * -(-most // steps) // processors)
-            return rounds * (g.window_rows(steps * g.tile_p) + 2)
-
-        return min({-(-most // parts) for parts in range(1, most + 1)}, key=lambda steps: (cost(steps), -steps))
-
-    @cached_property
-    def _items(self) -> int:
-        g, p = self.geometry, self.problem
-        return p.n * -(-p.p // (self._steps * g.tile_p)) * -(-p.q // g.tile_q) * g.oc_tiles
+        except DriverError:
+            # A damaged entry of the disk cache can pass for a cubin until the driver reads it: build once more.
+            discard(self.cubin)
+            del self.cubin
+            key = (self.cubin.key, device)
+            module = _Module(self.cubin, self.arch, device, self.geometry.shared_bytes)
+        with _lock:
+            return _modules.setdefault(key, module)
 
     def launch(self, x, dw_weight, pw_weight, dw_bias, pw_bias, y) -> None:
         """Run on torch's current stream of x's device. All tensors dense, of the problem's shapes, dtype and layout, on one CUDA device."""
@@ -157,37 +169,28 @@ class Kernel:
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self.launch(x, dw_weight, pw_weight, dw_bias, pw_bias, y)
-        module = self._launchers.get(device)
-        if module is None:
+        launcher = self._launchers.get(device)
+        if launcher is None:
             self.load(device)
-            module = self._launchers[device]
-        from cuda.bindings import driver
-
-        p, g = self.problem, self.geometry
-        workspace = torch.empty(g.workspace_bytes, dtype=torch.uint8, device=x.device)
+            launcher = self._launchers[device]
+        problem = self.problem
+        workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=x.device)
         x_address, y_address = x.data_ptr(), y.data_ptr()
         try:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = _LaunchBuffer()
         buffer.fill(
-            x_address, dw_weight.data_ptr(), pw_weight.data_ptr(), dw_bias.data_ptr() if p.dw_bias else 0,
-            pw_bias.data_ptr() if p.pw_bias else 0, y_address, workspace.data_ptr(), p.n, p.h, p.w, p.p, p.q, p.padding[0], p.padding[2],
-            self._steps,
+            x_address, dw_weight.data_ptr(), pw_weight.data_ptr(), dw_bias.data_ptr() if problem.dw_bias else 0,
+            pw_bias.data_ptr() if problem.pw_bias else 0, y_address, workspace.data_ptr(), *launcher.scalars,
         )  # fmt: skip
         if self.schedule.path == "sm90":
             buffer.set_map(0, self._map("x", x_address))
             buffer.set_map(1, self._map("y", y_address))
         stream = torch.cuda.current_stream(device).cuda_stream
-        blocks = min(self._items, _processors(device) if self.schedule.path == "sm90" else _MOST_BLOCKS)
-        more = 1 if self.schedule.path == "sm90" else -(-self._items // _MOST_BLOCKS)
-        result = driver.cuLaunchKernel(
-            module.pack, g.chunks * g.oc_tiles, 1, 1, _PACK_THREADS, 1, 1, 0, stream, buffer.parameters, 0
-        )
+        result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
         if not result[0]:
-            result = driver.cuLaunchKernel(
-                module.main, blocks, more, 1, g.threads, 1, 1, g.shared_bytes, stream, buffer.parameters, 0
-            )
+            result = launcher.run(*launcher.main, stream, buffer.parameters, 0)
         self._buffers.append(buffer)
         if result[0]:
             _checked(result, f"launching {self.name}")
@@ -267,16 +270,6 @@ def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: 
         f"encoding a TMA descriptor of {extents} elements, strides {strides} bytes, box {box}",
     )  # fmt: skip
     return ctypes.string_at(encoded.getPtr(), _TENSOR_MAP_BYTES)
-
-
-_processor_counts: dict[int, int] = {}
-
-
-def _processors(device: int) -> int:
-    count = _processor_counts.get(device)
-    if count is None:
-        count = _processor_counts[device] = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
 
 
 def kernel_for(problem: SeparableConv2dProblem, device: int, chosen: Plan | None = None) -> Kernel:

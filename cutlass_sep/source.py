@@ -45,12 +45,14 @@ def _environment() -> jinja2.Environment:
     return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
 
 
-def _inline(text: str) -> str:
-    def part(match: re.Match) -> str:
-        body = (templates() / match[1]).read_text(encoding="utf-8").replace("#pragma once\n", "")
-        return f"// ---- {match[1]} ----\n{body}"
+@cache
+def _part(name: str) -> str:
+    """A template part without its include guard, under a line that names it."""
+    return f"// ---- {name} ----\n" + (templates() / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
 
-    return _INCLUDE.sub(part, text)
+
+def _inline(text: str) -> str:
+    return _INCLUDE.sub(lambda match: _part(match[1]), text)
 
 
 def _element(problem: SeparableConv2dProblem) -> str:
