@@ -3,7 +3,7 @@
 Importing this does no CUDA, compiler or disk work.
 """
 
-from . import functional, op
+from . import emit, functional, op
 from .errors import CompileError, EnvironmentProblem, Unsupported
 from .explain import explain, supports, warmup
 from .module import DepthwiseSeparableConv2d
@@ -13,6 +13,7 @@ __all__ = [
     "DepthwiseSeparableConv2d",
     "EnvironmentProblem",
     "Unsupported",
+    "emit",
     "explain",
     "functional",
     "op",

@@ -47,7 +47,8 @@ def python(code, installed, folder, **environment):
 
 def test_the_wheel_carries_every_template_and_module(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    templates = {f"cutlass_sep/_templates/{path.name}" for path in (ROOT / "templates").iterdir()}
+    parts = (path.relative_to(ROOT / "templates") for path in (ROOT / "templates").rglob("*") if path.is_file())
+    templates = {f"cutlass_sep/_templates/{path}" for path in parts}
     modules = {
         str(path.relative_to(ROOT)) for path in (ROOT / "cutlass_sep").rglob("*.py") if "__pycache__" not in path.parts
     }
