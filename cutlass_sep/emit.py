@@ -80,7 +80,7 @@ def _render(op: DepthwiseSeparableConv2d, name: str) -> dict[str, str]:
         "s": schedule,
         "g": geometry,
         "alignment": MAX_ALIGNMENT if vectors else problem.element_size,
-        "pack_threads": kernel._PACK_THREADS,
+        "pack_threads": kernel.PACK_THREADS,
         "product_error": product_error,
         "output_error": output_error,
     }

@@ -25,7 +25,8 @@ from .source import render
 #: struct cutlass_sep::Arguments of templates/problem.cuh: seven pointers, eight ints.
 _ARGUMENTS = struct.Struct("7Q8i")
 _TENSOR_MAP_BYTES = 128
-_PACK_THREADS = 256
+#: Threads of a block of pack_weights (templates/pack_weights.cuh).
+PACK_THREADS = 256
 #: Largest grid (x) of a launch.
 _MOST_BLOCKS = 2**31 - 1
 #: Encoded TMA descriptors kept per kernel.
@@ -94,13 +95,22 @@ class _Launcher:
         problem, schedule = geometry.problem, geometry.schedule
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.run = driver.cuLaunchKernel
-        self.pack = (int(module.pack), geometry.chunks * geometry.oc_tiles, 1, 1, _PACK_THREADS, 1, 1, 0)
+        self.invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        self._device = device
+        self.pack = (int(module.pack), geometry.chunks * geometry.oc_tiles, 1, 1, PACK_THREADS, 1, 1, 0)
         steps = geometry.steps(processors)
         items = geometry.items(steps)
         persistent = schedule.path == "sm90"
         blocks = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
         self.main = (int(module.main), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
         self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, problem.padding[0], problem.padding[2], steps)
+
+    def enter_context(self) -> None:
+        """Make the device's primary context, which is PyTorch's, current in the calling thread."""
+        from cuda.bindings import driver
+
+        context = _checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device)), "retaining the device's context")
+        _checked(driver.cuCtxSetCurrent(context), "making the device's context current")
 
 
 class Kernel:
@@ -189,6 +199,9 @@ class Kernel:
             buffer.set_map(1, self._map("y", y_address))
         stream = torch.cuda.current_stream(device).cuda_stream
         result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
+        if result[0] == launcher.invalid_context:  # a thread that has not made the device's context current yet
+            launcher.enter_context()
+            result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
         if not result[0]:
             result = launcher.run(*launcher.main, stream, buffer.parameters, 0)
         self._buffers.append(buffer)
