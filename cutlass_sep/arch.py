@@ -6,7 +6,7 @@ import os
 
 from .errors import EnvironmentProblem
 
-#: arch -> (compute capability major, minor) of the devices its cubins run on. A suffix "a" means that device family alone.
+#: arch -> (compute capability major, minor) of the devices its cubins run on. A suffix "a" means that family alone.
 ARCHS = {
     "sm_80": (8, 0),
     "sm_86": (8, 6),
@@ -34,8 +34,10 @@ def check(arch: str) -> str:
 
 
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether a device of this compute capability loads cubins built for `arch`: the same capability, or for targets without the suffix
-    "a" a higher minor of the same major."""
+    """Whether a device of this compute capability loads cubins built for `arch`.
+
+    It has the same capability, or for targets without the suffix "a" a higher minor of the same major.
+    """
     major, minor = ARCHS[arch]
     if arch.endswith("a"):
         return capability == (major, minor)

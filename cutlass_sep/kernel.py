@@ -57,13 +57,15 @@ class _Module:
         capability = torch.cuda.get_device_capability(device)
         if not archs.runs_on(arch, capability):
             raise RuntimeError(
-                f"cuda:{device} ({torch.cuda.get_device_name(device)}, compute capability {capability[0]}.{capability[1]}) "
+                f"cuda:{device} ({torch.cuda.get_device_name(device)}, "
+                f"compute capability {capability[0]}.{capability[1]}) "
                 f"cannot load a cubin for {arch}"
             )
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # makes the device's context current
             library = _checked(
-                driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0), f"loading a cubin for {arch} on cuda:{device}"
+                driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0),
+                f"loading a cubin for {arch} on cuda:{device}",
             )
             self.pack = _checked(driver.cuLibraryGetKernel(library, b"pack_weights"), "finding kernel pack_weights")
             self.main = _checked(driver.cuLibraryGetKernel(library, b"separable2d"), "finding kernel separable2d")
@@ -103,13 +105,16 @@ class _Launcher:
         persistent = schedule.path == "sm90"
         blocks = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
         self.main = (int(module.main), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
-        self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, problem.padding[0], problem.padding[2], steps)
+        pads = problem.padding
+        self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, pads.top, pads.left, steps)
 
     def enter_context(self) -> None:
         """Make the device's primary context, which is PyTorch's, current in the calling thread."""
         from cuda.bindings import driver
 
-        context = _checked(driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device)), "retaining the device's context")
+        context = _checked(
+            driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device)), "retaining the device's context"
+        )
         _checked(driver.cuCtxSetCurrent(context), "making the device's context current")
 
 
@@ -174,7 +179,10 @@ class Kernel:
             return _modules.setdefault(key, module)
 
     def launch(self, x, dw_weight, pw_weight, dw_bias, pw_bias, y) -> None:
-        """Run on torch's current stream of x's device. All tensors dense, of the problem's shapes, dtype and layout, on one CUDA device."""
+        """Run on torch's current stream of x's device.
+
+        All tensors are dense, of the problem's shapes, dtype and layout, on one CUDA device.
+        """
         device = x.device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -258,7 +266,7 @@ class _LaunchBuffer:
 
 
 def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: int) -> bytes:
-    """A tiled tensor map: innermost dimension first, `strides` in bytes of all but that; out of bounds reads as zero."""
+    """A tiled tensor map: innermost dimension first, `strides` in bytes of all but that; zeros out of bounds."""
     from cuda.bindings import driver as d
 
     types = d.CUtensorMapDataType
@@ -277,8 +285,10 @@ def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: 
     encoded = _checked(
         d.cuTensorMapEncodeTiled(
             data_type, rank, address, [d.cuuint64_t(v) for v in extents], [d.cuuint64_t(v) for v in strides],
-            [d.cuuint32_t(v) for v in box], [d.cuuint32_t(1)] * rank, d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B, d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            [d.cuuint32_t(v) for v in box], [d.cuuint32_t(1)] * rank,
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
         f"encoding a TMA descriptor of {extents} elements, strides {strides} bytes, box {box}",
     )  # fmt: skip
@@ -286,7 +296,7 @@ def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: 
 
 
 def kernel_for(problem: SeparableConv2dProblem, device: int, chosen: Plan | None = None) -> Kernel:
-    """The kernel of `problem` on CUDA device `device` (planned if `chosen` is None), from memory if it was asked for before.
+    """The kernel of `problem` on CUDA device `device` (planned if `chosen` is None), from memory if asked for before.
 
     Raises EnvironmentProblem if the plan is path "torch", which has no kernel.
     """

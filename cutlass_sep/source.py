@@ -1,7 +1,8 @@
 """Problem + schedule -> the CUDA C++ of one translation unit.
 
-The Jinja templates in `templates/` state constants and instantiate kernels; the `.cuh` parts beside them hold the device code. `render`
-inlines the parts, so that its result includes only CUTLASS, CuTe and CUDA headers. Same arguments, same bytes.
+The Jinja templates in `templates/` state constants and instantiate kernels; the `.cuh` parts beside them hold the
+device code. `render` inlines the parts, so that its result includes only CUTLASS, CuTe and CUDA headers. Same
+arguments, same bytes.
 """
 
 from __future__ import annotations
@@ -33,16 +34,19 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 def templates() -> Path:
     """The templates: inside the package when installed, beside it in a checkout."""
     package = Path(__file__).parent
-    for folder in (package / "_templates", package.parent / "templates"):
+    folders = package / "_templates", package.parent / "templates"
+    for folder in folders:
         if (folder / "problem.cuh").is_file():
             return folder
-    raise FileNotFoundError(f"the templates of cutlass_sep are neither in {package / '_templates'} nor in {package.parent / 'templates'}")
+    raise FileNotFoundError(f"the templates of cutlass_sep are neither in {folders[0]} nor in {folders[1]}")
 
 
 @cache
 def _environment() -> jinja2.Environment:
     loader = jinja2.FileSystemLoader(templates())
-    return jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    return jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
+    )
 
 
 @cache
@@ -122,8 +126,8 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
 def title(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:
     kernel = "x".join(map(str, problem.kernel))
     return (
-        f"cutlass_sep: separable 2-D, {problem.dtype} {problem.layout}, {problem.c} -> {problem.o} channels, {kernel} kernel, "
-        f"path {schedule.path}, {arch}"
+        f"cutlass_sep: separable 2-D, {problem.dtype} {problem.layout}, {problem.c} -> {problem.o} channels, "
+        f"{kernel} kernel, path {schedule.path}, {arch}"
     )
 
 
