@@ -1,8 +1,9 @@
 """Schedules: how a kernel cuts a problem into tiles, and which cuts are legal.
 
-A schedule is CUTLASS's TileDescription (threadblock shape [output channels, pixels, channels], stages, warps, math instruction, compute
-capability) plus what CUTLASS does not know: path, pixel-tile shape, rings. `Geometry` is the arithmetic that follows from a problem
-and a schedule; the templates do the same arithmetic and the translation unit asserts that both agree.
+A schedule is CUTLASS's TileDescription (threadblock shape [output channels, pixels, channels], stages, warps, math
+instruction, compute capability) plus what CUTLASS does not know: path, pixel-tile shape, rings. `Geometry` is the
+arithmetic that follows from a problem and a schedule; the templates do the same arithmetic and the translation unit
+asserts that both agree.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def tile_key(tile: TileDescription) -> tuple:
 
 
 def math_instruction(problem: SeparableConv2dProblem, schedule: Schedule):
-    """CUTLASS's MathInstruction of the pointwise GEMM: wgmma 64 x tile_oc x k on sm90, mma.sync 16 x 8 x k on portable."""
+    """CUTLASS's MathInstruction of the pointwise GEMM: on sm90 wgmma 64 x tile_oc x k, else mma.sync 16 x 8 x k."""
     from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
     element = {"ieee": DataType.f16, "tf32": DataType.tf32, "float16": DataType.f16, "bfloat16": DataType.bf16}[
@@ -117,7 +118,7 @@ def math_instruction(problem: SeparableConv2dProblem, schedule: Schedule):
 
 @dataclass(frozen=True)
 class Geometry:
-    """What follows from a problem and a schedule. Mirrors templates/problem.cuh and the layout struct of each kernel."""
+    """What follows from a problem and a schedule. Mirrors templates/problem.cuh and each kernel's layout struct."""
 
     problem: SeparableConv2dProblem
     schedule: Schedule
@@ -185,7 +186,10 @@ class Geometry:
 
     @property
     def phase(self) -> int:
-        """Columns from the start of a contiguous row in shared memory to the first pixel's first tap: TMA starts on 16-byte boundaries."""
+        """Columns from the start of a contiguous row in shared memory to the first pixel's first tap.
+
+        TMA starts on 16-byte boundaries.
+        """
         return -self.problem.padding[2] % (16 // self.problem.element_size)
 
     @property
@@ -230,21 +234,22 @@ class Geometry:
 
     @property
     def dw_shared(self) -> bool:
-        """portable: whether the depthwise weights are read from shared memory, or else (big kernels) from the workspace through L1."""
+        """portable: whether the depthwise weights are read from shared memory, or (big kernels) from the workspace."""
         return self.depthwise_weight_bytes <= 16 * 1024 and not self.schedule.gather
 
     @property
     def workspace_bytes(self) -> int:
         stages = self.oc_tiles * self.chunks
-        channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, and scale of the split form
+        channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, scale of the split form
         return _round_up(stages * self.stage_bytes + channels + stages * 4, 256)
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of a row of the epilogue's staging buffer: output channels of a pixel, or pixels of an output channel."""
+        """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or pixels of an output channel."""
         if not self.channels_last:
             return 8 * self.lane_q * self.problem.element_size
-        return next(width for width in (128, 64, 32, 16) if self.schedule.tile_oc * self.problem.element_size % width == 0)
+        pixel_bytes = self.schedule.tile_oc * self.problem.element_size
+        return next(width for width in (128, 64, 32, 16) if pixel_bytes % width == 0)
 
     @property
     def group_oc(self) -> int:
@@ -269,8 +274,9 @@ class Geometry:
         """Dynamic shared memory of the main kernel."""
         s = self.schedule
         if s.path == "portable":
+            weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
-            return self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes + (0 if s.gather else window) + 16
+            return weights + (0 if s.gather else window) + 16
         barriers = 2 * (s.row_slots + s.weight_slots) * 8
         return s.row_slots * self.row_bytes + s.weight_slots * self.stage_bytes + self.staging_bytes + barriers
 
@@ -282,7 +288,8 @@ class Geometry:
     def resident_blocks(self) -> int:
         """portable: blocks that one multiprocessor should hold at a time; the compiler gets it as the launch bound."""
         by_registers = 65536 // (self.threads * _round_up(self.registers, 8))
-        return max(1, min(by_registers, 2048 // self.threads))
+        by_shared = (max(archs.SHARED_BYTES.values()) + 1024) // (self.shared_bytes + 1024)
+        return max(1, min(by_registers, by_shared, 2048 // self.threads))
 
     @cached_property
     def registers(self) -> int:
@@ -304,9 +311,13 @@ def _round_up(value: int, unit: int) -> int:
 
 
 def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
-    """Whether `path` has a kernel for `problem` on `arch`, and if not, why not. The one predicate of API, planner, tuner and tests."""
+    """Whether `path` has a kernel for `problem` on `arch`, and if not, why not.
+
+    The one predicate of API, planner, tuner and tests. Raises ValueError for a path or an arch that does not exist.
+    """
     if path not in PATHS:
-        raise ValueError(f"path={path!r} is unknown; it must be one of {', '.join(map(repr, PATHS))} here ('torch' always runs)")
+        known = ", ".join(map(repr, PATHS))
+        raise ValueError(f"path={path!r} is unknown; it must be one of {known} here ('torch' always runs)")
     archs.check(arch)
     if problem.dtype not in KERNEL_DTYPES:
         return Support(False, f"dtype {problem.dtype} has no kernels")
@@ -315,7 +326,8 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
             return Support(False, f"path sm90 needs wgmma and TMA of sm_90a, the target is {arch}")
         if problem.alignment < 16:
             inner = "C and O" if problem.layout == "channels_last" else "W and Q"
-            return Support(False, f"TMA needs 16-byte aligned tensors and rows: {inner} times {problem.element_size} bytes, and the addresses")
+            size = problem.element_size
+            return Support(False, f"TMA needs 16-byte aligned tensors and rows: {inner} times {size} bytes, addresses")
         if not _ranked(representative(problem), path, arch):
             return Support(False, "no tile's window of x and weights fit into shared memory and registers")
     return Support(True)
@@ -328,13 +340,16 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")
     if schedule.path == "sm90":
         if geometry.split and schedule.slot_channels != 64:
-            return Support(False, "the fp32-grade form takes 64 channels at a time, so that its sums leave the tensor core as often")
-        if schedule.row_slots < geometry.window_rows(geometry.tile_p):
-            return Support(False, f"{schedule.row_slots} row slots hold no window of {geometry.window_rows(geometry.tile_p)} rows")
+            return Support(False, "the fp32-grade form takes 64 channels at a time: then its sums leave the MMAs")
+        window = geometry.window_rows(geometry.tile_p)
+        if schedule.row_slots < window:
+            return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
         if max(geometry.columns, 0 if geometry.channels_last else schedule.slot_channels) > 256:
-            return Support(False, f"{geometry.columns} columns of {schedule.slot_channels} channels exceed TMA's box of 256")
-        if geometry.registers > CONSUMER_REGISTERS[schedule.warpgroups]:
-            return Support(False, f"about {geometry.registers} registers a thread, {CONSUMER_REGISTERS[schedule.warpgroups]} at hand")
+            size = f"{geometry.columns} columns of {schedule.slot_channels} channels"
+            return Support(False, f"{size} exceed TMA's box of 256")
+        at_hand = CONSUMER_REGISTERS[schedule.warpgroups]
+        if geometry.registers > at_hand:
+            return Support(False, f"about {geometry.registers} registers a thread, {at_hand} at hand")
         if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
             return Support(False, f"{geometry.shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
         return Support(True)
@@ -369,7 +384,7 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
 
 
 def _tile_ocs(o: int) -> list[int]:
-    """sm90: tiles of `o` output channels worth trying: the smallest of those that take as many passes, of few passes."""
+    """sm90: tiles of `o` output channels worth trying: the smallest of those that take as many passes, if few."""
     smallest = {-(-o // tile_oc): tile_oc for tile_oc in reversed(TILE_OCS)}
     fewest = min(smallest)
     return [tile_oc for passes, tile_oc in smallest.items() if passes <= max(8, 2 * fewest)]
@@ -378,7 +393,8 @@ def _tile_ocs(o: int) -> list[int]:
 def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """Tiles whose window of x fits into shared memory; if there is none, the form that gathers from global memory."""
     atom = 128 // problem.element_size
-    tile_ocs = [oc for oc in PORTABLE_TILE_OCS if oc < problem.o][-2:] + [oc for oc in PORTABLE_TILE_OCS if oc >= problem.o][:1]
+    smaller = [oc for oc in PORTABLE_TILE_OCS if oc < problem.o]
+    tile_ocs = smaller[-2:] + PORTABLE_TILE_OCS[len(smaller) : len(smaller) + 1]
     slots = [atom, 2 * atom] if problem.c > atom else [atom]
     fits = False
     for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(tile_ocs, slots, (4, 2, 1), (4, 2, 1), (2, 1)):
@@ -391,7 +407,7 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
 
 
 def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> Iterator[Schedule]:
-    """`base` with rings that fill shared memory: all weights resident or two chunks of them, few or many stores staged."""
+    """`base` with rings that fill shared memory: all weights or two chunks of them, few or many stores staged."""
     geometry = Geometry(problem, base)
     window = geometry.window_rows(geometry.tile_p)
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
@@ -409,7 +425,7 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
 def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
     """The problem that stands for `problem` in the choice of a schedule: the same layer at one of two sizes.
 
-    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, with 16-byte alignment and not.
+    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, aligned and not.
     """
     aligned = problem.alignment == MAX_ALIGNMENT
     extent = WIDE_MAP if problem.q > NARROW_Q else NARROW_MAP[problem.layout == "contiguous" and aligned]
@@ -450,7 +466,7 @@ def estimate(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> 
 
 
 def _portable_cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
-    """Estimated cycles of one multiprocessor: issue slots, shared-memory reads and MMAs of all its blocks, and the bytes they move."""
+    """Estimated cycles of one multiprocessor: issue slots, shared-memory reads, MMAs and bytes of all its blocks."""
     g, s, size = Geometry(problem, schedule), schedule, problem.element_size
     warps, taps, lane_channels = 4 * s.warpgroups, problem.kernel[0] * problem.kernel[1], 8 // size
     tile_p = g.tile_p * s.warpgroups
