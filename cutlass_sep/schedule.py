@@ -394,7 +394,7 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
     """Tiles whose window of x fits into shared memory; if there is none, the form that gathers from global memory."""
     atom = 128 // problem.element_size
     smaller = [oc for oc in PORTABLE_TILE_OCS if oc < problem.o]
-    tile_ocs = smaller[-2:] + PORTABLE_TILE_OCS[len(smaller) : len(smaller) + 1]
+    tile_ocs = [*smaller[-2:], *PORTABLE_TILE_OCS[len(smaller) : len(smaller) + 1]]
     slots = [atom, 2 * atom] if problem.c > atom else [atom]
     fits = False
     for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(tile_ocs, slots, (4, 2, 1), (4, 2, 1), (2, 1)):
