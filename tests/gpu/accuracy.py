@@ -166,10 +166,27 @@ def eager_error(problem: SeparableConv2dProblem, tensors: Tensors) -> float:
     step = max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
     for first in range(0, p.n, step):
         part = (tensors[0][first : first + step], *tensors[1:])
-        y = reference.depthwise_separable_conv2d(
-            *part, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, p.fp32_precision or "ieee"
-        )
+        y = _eager(p, part)
         want = exact(p, part)
         square += (y.double() - want).square_().sum().item()
         total += want.square_().sum().item()
     return math.sqrt(square / total)
+
+
+def _eager(problem: SeparableConv2dProblem, tensors: Tensors) -> Tensor:
+    p = problem
+    x = tensors[0]
+    if x.is_cuda or x.dtype == torch.float32:
+        return reference.depthwise_separable_conv2d(
+            *tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, p.fp32_precision or "ieee"
+        )
+    # Some 16-bit convolutions take minutes on a CPU: each step in fp32 and then rounded, which is what they compute.
+    x, dw_weight, pw_weight, dw_bias, pw_bias = (None if t is None else t.float() for t in tensors)
+    for step in (
+        lambda t: depthwise(p, t, dw_weight, dw_bias),
+        ACTIVATIONS[p.mid_activation],
+        lambda t: pointwise(pw_weight, t, pw_bias),
+        ACTIVATIONS[p.activation],
+    ):
+        x = step(x).to(tensors[0].dtype).float()
+    return x
