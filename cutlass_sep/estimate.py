@@ -1,8 +1,8 @@
 """Estimated times on an H200, for choosing between schedules and paths: good for an order, not for a prediction.
 
-For one multiprocessor, every unit's cycles are counted: bytes from device memory and through L2, issue slots, wavefronts
-of shared memory, tensor cores. What they take together is fitted to 21 schedules of the lead shape measured on the H200
-(they are met to 3 %, root mean square); PyTorch's side to eight measurements of the lead shape. The rest is arithmetic.
+For one multiprocessor, every unit's cycles are counted: bytes from device memory and through L2, issued instructions,
+wavefronts of shared memory, tensor cores. What they take together is fitted to 21 schedules of the lead shape measured
+on an H200 (met to 3 %, root mean square), PyTorch's side to eight measurements of that shape. The rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -53,20 +53,6 @@ _TAP_PS_CHANNELS_LAST = (0.1, 0.3)  # up to 25 taps, beyond
 _TFLOPS = {"bfloat16": 650.0, "float16": 640.0, "tf32": 340.0, "ieee": 45.0}
 
 
-def steps(g: Geometry) -> int:
-    """sm90: steps of a work item, the split of P that takes the fewest rows of x over all rounds of the grid."""
-    p = g.problem
-    if not g.march:
-        return g.schedule.warpgroups
-    columns = p.n * -(-p.q // g.tile_q) * g.oc_tiles
-    most = -(-p.p // g.tile_p)
-
-    def cost(count: int) -> int:
-        return -(-columns * -(-most // count) // MULTIPROCESSORS) * (g.window_rows(count * g.tile_p) + 2)
-
-    return min({-(-most // parts) for parts in range(1, most + 1)}, key=lambda count: (cost(count), -count))
-
-
 def _combine(*times: float) -> float:
     """What several units take together."""
     first, second = sorted(times, reverse=True)[:2]
@@ -94,11 +80,13 @@ def _depthwise(g: Geometry) -> tuple[float, float]:
         unpack = vector * loads if size == 2 else 0
     convert = {"ieee": 5 * values, "tf32": 2 * values}.get(p.fp32_precision, values)
     issue = values * math.prod(p.kernel) + loads + unpack + weights + convert + _ACTIVATION[p.mid_activation] * values
-    mma = s.blocks * _products(g) * (2 if p.fp32_precision == "tf32" else 1)
-    return issue + 3 * mma + 30, read + weights
+    return issue + 3 * s.blocks * _products(g) + 30, read + weights
 
 
 def _products(g: Geometry) -> int:
+    """Products of operand parts for one product of operands, in MMAs at the 16-bit rate."""
+    if g.problem.fp32_precision == "tf32":
+        return 2
     return g.parts * (g.parts + 1) // 2
 
 
@@ -113,7 +101,7 @@ def _epilogue(g: Geometry) -> tuple[float, float]:
 
 
 def _lines(g: Geometry, channels: int) -> float:
-    """Lines of 128 bytes that `channels` of one row of x under a tile touch; contiguous rows one more on either side."""
+    """Lines of 128 bytes that `channels` of one row of x under a tile touch; contiguous rows one more on each side."""
     p, size = g.problem, g.problem.element_size
     if g.channels_last:
         return g.columns * channels * size / 128
@@ -121,58 +109,65 @@ def _lines(g: Geometry, channels: int) -> float:
     return channels * (math.ceil(useful * size / 128) + (2 if p.kernel[1] > 1 else 0))
 
 
-def sm90_us(g: Geometry) -> float:
-    """Microseconds of a call on path sm90."""
+def _compute(g: Geometry, new_rows: int) -> float:
+    """sm90: cycles of arithmetic in a round (one step of every warpgroup, over one chunk of channels)."""
+    p, s = g.problem, g.schedule
+    groups = -(-min(s.slot_channels, p.c) // 16)
+    ends = 1 / g.chunks  # share of an epilogue
+    issue, shared = _depthwise(g)
+    end_issue, end_shared = _epilogue(g)
+    promote = s.blocks * s.tile_oc / 2 if g.split and g.chunks > 1 else 0
+    instructions = groups * issue + promote + ends * end_issue
+    waits = (
+        _STEP + _ROW * (g.window_rows(g.tile_p) + new_rows) + ends * (g.store_groups // s.staging_groups - 1) * _STAGE
+    )
+    mmas = s.warpgroups * groups * s.blocks * _products(g)
+    return _combine(
+        max(s.warpgroups, _LONE_WARP) * instructions + waits,
+        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + new_rows * g.row_bytes / 128,
+        mmas * max(s.tile_oc / 2, 16),
+        new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1)),
+    )
+
+
+def _memory(g: Geometry, new_rows: int, steps: int, active: int) -> float:
+    """sm90: cycles that the bytes of a round take, with `active` multiprocessors at work.
+
+    x comes from device memory once; halos, and x for other tiles of output channels, come through L2, as weights do.
+    """
     p, s, size = g.problem, g.schedule, g.problem.element_size
     channels = min(s.slot_channels, p.c)
-    groups = -(-channels // 16)
-    per_item = steps(g)
-    strips, down = -(-p.q // g.tile_q), -(-p.p // (per_item * g.tile_p))
-    items = p.n * down * strips * g.oc_tiles
-    waves = -(-items // MULTIPROCESSORS)
-    active = min(items, MULTIPROCESSORS)
-    device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
-
-    # A round: every warpgroup makes one step of one chunk of channels.
-    out_rows = g.tile_p * s.warpgroups
-    used_rows = min(out_rows, p.p)
-    new_rows = out_rows * p.stride[0] if g.march else g.window_rows(out_rows)
-    issue, waves_shared = _depthwise(g)
-    mmas = groups * s.blocks * _products(g) * max(s.tile_oc / 2, 16) * (2 if p.fp32_precision == "tf32" else 1)
-    operand = groups * s.blocks * _products(g) * s.tile_oc / 4 * (2 if p.fp32_precision == "tf32" else 1)
-    promote = s.blocks * s.tile_oc / 2 if g.split and g.chunks > 1 else 0
-    end_issue, end_shared = _epilogue(g)
-    ends = 1 / g.chunks
-    warp_issue = groups * issue + promote + ends * end_issue
-    waits = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
-    crowd = max(s.warpgroups, _LONE_WARP)
-    round_issue = crowd * warp_issue + _STEP + waits + _ROW * (g.window_rows(g.tile_p) + new_rows)
-    rows_bytes = new_rows * g.row_bytes
-    round_shared = s.warpgroups * (4 * groups * waves_shared + 4 * ends * end_shared + operand) + rows_bytes / 128
-    round_tensor = s.warpgroups * mmas
-    round_copies = new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1))
-    round_compute = _combine(round_issue, round_shared, round_tensor, round_copies)
-
-    # Bytes of x: whole from device memory once, the lines read again (halos, other output channels) through L2.
+    rows, columns = min(g.tile_p * s.warpgroups, p.p), min(g.tile_q, p.q)
+    own = rows * columns * math.prod(p.stride) * channels * size / g.oc_tiles
+    output = rows * columns * min(s.tile_oc, p.o) * size / g.chunks
     resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
-    weights = 0 if resident else g.stage_bytes / max(1, per_item / s.warpgroups if g.march else 1)
-    own = used_rows * p.stride[0] * min(g.tile_q, p.q) * p.stride[1] * channels * size / g.oc_tiles
-    output = ends * used_rows * min(g.tile_q, p.q) * min(s.tile_oc, p.o) * size
-    round_memory = (own + output) / device_bytes + max(0, new_rows * _lines(g, channels) * 128 - own + weights) / _L2_BYTES
+    weights = 0 if resident else g.stage_bytes / max(1, steps / s.warpgroups)
+    again = max(0, new_rows * _lines(g, channels) * 128 - own + weights)
+    device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
+    return (own + output) / device_bytes + again / _L2_BYTES
 
+
+def sm90_us(g: Geometry) -> float:
+    """Microseconds of a call on path sm90."""
+    s = g.schedule
+    steps = g.steps(MULTIPROCESSORS)
+    items = g.items(steps)
+    window = g.window_rows(g.tile_p * s.warpgroups)
+    new_rows = g.tile_p * s.warpgroups * g.problem.stride[0] if g.march else window
+    active = max(1, min(items, MULTIPROCESSORS))
+    compute, memory = _compute(g, new_rows), _memory(g, new_rows, steps, active)
     if g.march:
-        slack = s.row_slots - g.window_rows(out_rows)
-        row_time = max(round_memory, round_compute) / new_rows
-        stall = _LATE * max(0.0, _LATENCY - slack * row_time)
-        round_time = _combine(round_memory, round_compute) + stall
+        # Rows are on their way in the slots beyond the windows at work.
+        late = _LATE * max(0.0, _LATENCY - (s.row_slots - window) * max(memory, compute) / new_rows)
+        rounds = steps / s.warpgroups * (_combine(memory, compute) + late)
         fill = _LATENCY + g.window_rows(g.tile_p) * g.row_bytes / _L2_BYTES
-        item = per_item / s.warpgroups * round_time + fill
     else:
-        load = _LATENCY + round_memory
-        ahead = min(1.0, max(0.0, (s.row_slots - new_rows) / new_rows))
-        round_time = _combine(load, round_compute) + (1 - ahead) * min(load, round_compute)
-        item = g.chunks * round_time + _LATENCY
-    return waves * item / CYCLES_PER_US + LAUNCH_US
+        # The next chunk loads during this one as far as there are slots for it.
+        load = _LATENCY + memory
+        behind = 1 - min(1.0, max(0.0, s.row_slots / window - 1))
+        rounds = g.chunks * (_combine(load, compute) + behind * min(load, compute))
+        fill = _LATENCY
+    return -(-items // MULTIPROCESSORS) * (rounds + fill) / CYCLES_PER_US + LAUNCH_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:
@@ -189,9 +184,10 @@ def torch_us(p: SeparableConv2dProblem) -> float:
     padded = 2 * 128 * 128 * (p.c + (100 if precision == "ieee" else 0))
     product = -(-tiles // MULTIPROCESSORS) * padded * MULTIPROCESSORS / _TFLOPS[precision] * 1e-6
     pointwise = max((m + y) / bandwidth / _PASS_SHARE, product)
-    passes = 2 * m * (p.mid_activation is not None) + 2 * m * (p.dw_bias and channels_last)
-    passes += 2 * y * (p.activation is not None) + 2 * y * p.pw_bias
-    launches = 2 + (p.mid_activation is not None) + (p.activation is not None) + p.pw_bias + (p.dw_bias and channels_last)
+    # Elementwise passes over m and over y: activations, and the biases that no kernel takes along.
+    over_m = (p.mid_activation is not None) + (p.dw_bias and channels_last)
+    over_y = (p.activation is not None) + p.pw_bias
+    passes, launches = 2 * m * over_m + 2 * y * over_y, 2 + over_m + over_y
     if not channels_last and precision != "ieee":  # tensor cores take channels_last: both sides are transposed
         passes += 2 * (m + y)
         launches += 2

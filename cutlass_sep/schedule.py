@@ -32,6 +32,8 @@ PORTABLE_REGISTERS = 216
 PORTABLE_CANDIDATES = 6
 #: Measured over estimated time of portable, on the lead shape.
 _PORTABLE_FIT = 1.33
+#: By how much the estimate of a portable schedule must be better than that of one on sm90.
+_PORTABLE_MARGIN = 1.25
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Output columns that `representative` counts as narrow, and the extents of the square maps that stand for wide and for
@@ -280,6 +282,26 @@ class Geometry:
         barriers = 2 * (s.row_slots + s.weight_slots) * 8
         return s.row_slots * self.row_bytes + s.weight_slots * self.stage_bytes + self.staging_bytes + barriers
 
+    def steps(self, processors: int) -> int:
+        """Warpgroup tiles down a work item. Marched: the split of P that takes the fewest rows of x over all rounds."""
+        if self.schedule.path == "portable" or not self.march:
+            return self.schedule.warpgroups
+        p = self.problem
+        columns = p.n * -(-p.q // self.tile_q) * self.oc_tiles
+        most = -(-p.p // self.tile_p)
+
+        def cost(steps: int) -> int:
+            rounds = -(-columns * -(-most // steps) // processors)
+            return rounds * (self.window_rows(steps * self.tile_p) + 2)
+
+        splits = {-(-most // parts) for parts in range(1, min(most, 4 * processors) + 1)}
+        return min(splits, key=lambda steps: (cost(steps), -steps))
+
+    def items(self, steps: int) -> int:
+        """Work items (sm90) or blocks (portable) of a launch: images x blocks of rows x strips x tiles of channels."""
+        p = self.problem
+        return p.n * -(-p.p // (steps * self.tile_p)) * -(-p.q // self.tile_q) * self.oc_tiles
+
     @property
     def threads(self) -> int:
         return 128 * (self.schedule.warpgroups + (self.schedule.path == "sm90"))
@@ -436,12 +458,17 @@ def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
 
 
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
-    """Legal schedules (of one path, or of all), best first by `estimate` for the problem's `representative`."""
+    """Legal schedules (of one path, or of all), best first by `estimate` for the problem's `representative`.
+
+    Among all paths portable ones come first only by a margin: their estimate is the rougher one.
+    """
     archs.check(arch)
     stand_in = representative(problem)
     paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
     found = [schedule for name in paths for schedule in _ranked(stand_in, name, arch)]
-    return sorted(found, key=lambda s: estimate(stand_in, s, arch)) if path is None else found
+    if len(paths) > 1:
+        found.sort(key=lambda s: estimate(stand_in, s, arch) * (_PORTABLE_MARGIN if s.path == "portable" else 1))
+    return found
 
 
 @lru_cache(maxsize=1024)
