@@ -33,11 +33,11 @@ _STEP = 1250.0
 _ROW = 85.0
 _COPY = 95.0
 #: Cycles that a warp waits for each batch of its stores but the first to leave the staging buffers.
-_STAGE = 150.0
+_STAGE = 250.0
 #: Part of the second longest of several units' times that the longest does not hide.
 _EXPOSED = 0.23
 #: Part of the time by which rows come late that the warpgroups wait.
-_LATE = 0.45
+_LATE = 0.3
 #: Instructions of an activation on one value.
 _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 28}
 #: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
@@ -118,11 +118,10 @@ def _compute(g: Geometry, new_rows: int) -> float:
     end_issue, end_shared = _epilogue(g)
     promote = s.blocks * s.tile_oc / 2 if g.split and g.chunks > 1 else 0
     instructions = groups * issue + promote + ends * end_issue
-    waits = (
-        _STEP + _ROW * (g.window_rows(g.tile_p) + new_rows) + ends * (g.store_groups // s.staging_groups - 1) * _STAGE
-    )
+    waits = _STEP + _ROW * (g.window_rows(g.tile_p) + new_rows)
+    stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
     mmas = s.warpgroups * groups * s.blocks * _products(g)
-    return _combine(
+    return stage + _combine(
         max(s.warpgroups, _LONE_WARP) * instructions + waits,
         4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + new_rows * g.row_bytes / 128,
         mmas * max(s.tile_oc / 2, 16),
