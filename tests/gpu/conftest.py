@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import cutlass_sep
 from cutlass_sep import arch as archs
 from cutlass_sep import compiler, dispatch, kernel, planner
 from cutlass_sep.bench import results
-from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.problem import KERNEL_DTYPES, SeparableConv2dProblem
+from cutlass_sep.schedule import candidates
 
 _HERE = Path(__file__).parent
 
@@ -44,10 +45,6 @@ class Machine:
     @property
     def rehearsing(self) -> bool:
         return self.builds is not None
-
-    def path_of(self, problem: SeparableConv2dProblem) -> str:
-        """What the planner picks."""
-        return planner.plan(problem, self.arch).path
 
     def prepare(self, problem: SeparableConv2dProblem, path: str | None = None) -> None:
         """In the rehearsal: compile the kernel of a problem without running it."""
@@ -221,6 +218,24 @@ def note_torch(request: pytest.FixtureRequest, machine: Machine):
 def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot have its kernel fails instead of running on path "torch"."""
     monkeypatch.setenv("CUTLASS_SEP_FALLBACK", "0")
+
+
+@pytest.fixture
+def fused(machine: Machine, no_fallback, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Functions and modules run a kernel, also where the planner would rather call PyTorch; the best one, or, once this
+    is called with a path, the best of that path."""
+    choose = dispatch.choose
+    forced: list[str | None] = [None]
+
+    def best_kernel(problem: SeparableConv2dProblem, device: torch.device) -> planner.Plan:
+        chosen = choose(problem, device)
+        if problem.n == 0 or problem.dtype not in KERNEL_DTYPES or device.type != machine.device.type:
+            return chosen
+        schedule = candidates(problem, machine.arch, forced[0])[0]
+        return planner.Plan(schedule.path, schedule, "the test wants a kernel")
+
+    monkeypatch.setattr(dispatch, "choose", best_kernel)
+    return lambda path: forced.__setitem__(0, path)
 
 
 assert cutlass_sep  # imported for its effect on torch.library: the ops exist in every test

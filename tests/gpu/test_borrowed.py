@@ -33,8 +33,8 @@ globals().update(_borrowed())
 
 
 @pytest.fixture(autouse=True)
-def _strict_reference() -> Iterator[None]:
-    """PyTorch's own convolutions, where they are the reference: strict fp32, and the same bits each time."""
+def _strict_reference(fused) -> Iterator[None]:
+    """Kernels; and as the reference PyTorch's convolutions in strict fp32, with the same bits each time."""
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic
     cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic = False, False, True

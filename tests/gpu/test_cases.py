@@ -37,7 +37,7 @@ HELD = {
     "F29": "test_borrowed.py::test_functional_exactly_the_gradients_asked_for",
 }
 
-pytestmark = pytest.mark.usefixtures("no_fallback")
+pytestmark = pytest.mark.usefixtures("fused")
 GIB = 1 << 30
 
 
@@ -58,11 +58,11 @@ def check_gradients(problem: SeparableConv2dProblem, tensors: Tensors, grad: Ten
         assert error <= 2 * longest * accuracy.UNIT["float32"], f"gradient off by {error:.3g}\n{describe(problem)}"
 
 
-def context_is_alive(machine) -> None:
+def context_is_alive(device: torch.device) -> None:
     """An illegal access would stay with the process and show in any later call."""
-    if not machine.rehearsing:
-        torch.cuda.synchronize()
-    assert torch.ones(1, device=machine.device).item() == 1
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    assert torch.ones(1, device=device).item() == 1
 
 
 @pytest.mark.parametrize("variant", ["fp32", "fp16", "bf16"])
@@ -80,7 +80,7 @@ def test_F02_any_storage_offset(machine, generator, variant: str, layout: str, o
     if variant == "fp32":
         grad = embed(torch.randn(2, 32, 16, 16, generator=generator, device=machine.device), offset)
         check_gradients(problem, tensors, grad)
-    context_is_alive(machine)
+    context_is_alive(machine.device)
 
 
 def test_F04_two_devices(gpu):
@@ -132,8 +132,7 @@ def test_F07_a_cubin_that_does_not_load_is_built_again(gpu, generator, tmp_path,
     """The entry is whole, so no checksum tells; the driver does."""
     problem = make_problem("fp32")
     tensors = draw(problem, generator)
-    path = planner.plan(problem, "sm_90a").path
-    before = make_op(problem, kernel.archs.of_device(gpu.index), path)
+    before = make_op(problem, kernel.archs.of_device(gpu.index))
     key, tag = before.kernel.cubin.key, f"{before.kernel.name}-{before.arch}"
     meta = cache.store().load(key, tag)[1]
     monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path))
@@ -146,12 +145,7 @@ def test_F07_a_cubin_that_does_not_load_is_built_again(gpu, generator, tmp_path,
         accuracy.judge(problem, tensors, call(problem, tensors))
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
     assert cache.store().load(key, tag)[0].startswith(b"\x7fELF\x02"), "the entry is a cubin again"
-    context_is_alive_gpu()
-
-
-def context_is_alive_gpu() -> None:
-    torch.cuda.synchronize()
-    assert torch.ones(1, device="cuda").item() == 1
+    context_is_alive(gpu)
 
 
 @pytest.fixture
@@ -215,18 +209,17 @@ def test_F13_an_empty_batch_launches_and_builds_nothing(machine, generator, monk
 
 
 LARGE = {
-    "input and output above 2^31": (make_problem("fp16", n=1, c=2, h=32800, w=32800, o=2), ("sm90", "portable")),
-    "only the output": (make_problem("fp16", n=1, c=1, h=32768, w=32768, o=3), ("sm90", "portable")),
-    "channels_last": (make_problem("fp16", "channels_last", n=1, c=8, h=16400, w=16400, o=8), ("sm90", "portable")),
-    "batch": (make_problem("bf16", n=2100, c=16, h=256, w=256, o=16), ("sm90", "portable")),
+    "input and output": make_problem("fp16", n=1, c=2, h=32800, w=32800, o=2),
+    "only the output": make_problem("fp16", n=1, c=1, h=32768, w=32768, o=3),
+    "channels_last": make_problem("fp16", "channels_last", n=1, c=8, h=16400, w=16400, o=8),
+    "batch": make_problem("bf16", n=2100, c=16, h=256, w=256, o=16),
 }
 
 
 @pytest.mark.parametrize("path", ["sm90", "portable"])
 @pytest.mark.parametrize("name", LARGE)
 def test_F16_more_than_2_31_elements(machine, generator, name: str, path: str):
-    problem, _ = LARGE[name]
-    p = problem
+    p = problem = LARGE[name]
     if not (support := supports(problem, path, machine.arch)):
         pytest.skip(f"path {path}: {support.reason}")
     machine.needs_gpu(problem, path=path)
@@ -240,13 +233,13 @@ def test_F16_more_than_2_31_elements(machine, generator, name: str, path: str):
     x = torch.empty((p.n, p.c, p.h, p.w), dtype=dtype, device=machine.device, memory_format=form).normal_(
         generator=generator
     )
-    out = torch.full((1,), math.nan, dtype=dtype, device=machine.device)
     out = torch.empty((p.n, p.o, p.p, p.q), dtype=dtype, device=machine.device, memory_format=form).fill_(math.nan)
     operator = op.DepthwiseSeparableConv2d(x, *parameters, **options(p), path=path, arch=machine.arch)
     operator.run(x, *parameters, out=out)
     # Bands of rows at both ends and around where 31 bits end, each from a copy of the rows of x under it.
     middle = 2**31 // (p.c * p.h * p.w) if p.n > 1 else 0
-    rows = [0, p.p - 8] if p.n > 1 else [0, (2**31 // p.q) % p.p, (2**30 // p.q) % p.p, p.p - 8]
+    pitches = {p.q, p.q * p.c, p.q * p.o}  # elements between rows, on either layout
+    rows = [0, p.p - 8, *(limit // pitch % p.p for limit in (2**30, 2**31) for pitch in pitches if p.n == 1)]
     for image in sorted({0, middle, p.n - 1}):
         for first in sorted({max(0, min(r - 4, p.p - 8)) for r in rows}):
             _check_band(p, x, parameters, out, image, first, first + 8)
@@ -308,7 +301,7 @@ def test_F17_wrong_calls_harm_nothing(machine, generator, monkeypatch):
         tensors = draw(problem, generator)
         accuracy.judge(problem, tensors, call(problem, tensors))
     assert len(launched) == 2
-    context_is_alive(machine)
+    context_is_alive(machine.device)
 
 
 def test_F21_weights_are_read_at_each_call(machine, generator):
@@ -370,7 +363,7 @@ def test_F22_large_kernels_and_many_channels(machine, generator, problem: Separa
     tensors = draw(problem, generator)
     y = op.DepthwiseSeparableConv2d(*tensors, **options(problem), path=path, arch=machine.arch).run(*tensors)
     accuracy.judge(problem, tensors, y, f"path {path}")
-    context_is_alive(machine)
+    context_is_alive(machine.device)
 
 
 def _in_threads(count: int, work: Callable[[int], None]) -> None:
@@ -425,11 +418,10 @@ def test_F27_sixteen_threads_load_what_is_cold(machine, generator, keys: str):
         accuracy.judge(problem, arguments, y)
 
 
-@pytest.mark.parametrize("variant", ["fp32", "bf16"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(("variant", "layout"), [("fp32", "contiguous"), ("bf16", "channels_last")])
 def test_F31_few_builds_for_many_sizes(machine, generator, variant: str, layout: str):
     """Any 500 sizes cost at most 4 builds a layer; values are right for a sample of them."""
-    rng = random.Random(int(torch.randint(1 << 30, (), generator=torch.Generator().manual_seed(31))))
+    rng = random.Random(31)
     problems = [
         make_problem(variant, layout, n=rng.choice((1, 2, 4)), c=16, o=32, h=rng.randint(7, 224), w=rng.randint(7, 224))
         for _ in range(500)
@@ -437,7 +429,6 @@ def test_F31_few_builds_for_many_sizes(machine, generator, variant: str, layout:
     sources = set()
     for problem in problems:
         plan = planner.plan(problem, machine.arch)
-        assert plan.path != "torch" or plan.reason
         if plan.schedule is not None:
             built = kernel.Kernel(problem, plan.schedule, machine.arch)
             sources.add(built.source)

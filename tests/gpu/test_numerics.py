@@ -97,7 +97,7 @@ def tf32_flags():
 
 
 @pytest.mark.parametrize("kind", ["fused", "path torch"])
-def test_F15_only_the_call_decides_about_tf32(machine, no_fallback, tf32_flags, kind: str):
+def test_F15_only_the_call_decides_about_tf32(machine, fused, tf32_flags, kind: str):
     """2077 needs 12 significant bits, TF32 has 11."""
     x = torch.full((1, 1, 4, 4), 2077.0, device=machine.device)
     one = torch.ones(1, 1, 1, 1, device=machine.device)
@@ -114,7 +114,7 @@ def test_F15_only_the_call_decides_about_tf32(machine, no_fallback, tf32_flags, 
                 assert torch.equal(y, torch.full_like(y, 2078.0)) or torch.equal(y, torch.full_like(y, 2076.0))
 
 
-def test_F15_gradients_are_fp32_whatever_the_flags_say(machine, generator, no_fallback, tf32_flags):
+def test_F15_gradients_are_fp32_whatever_the_flags_say(machine, generator, fused, tf32_flags):
     """Every sum has at most n products: ||g - g64|| <= 2 n u ||g64||, where TF32 would have thousands of u."""
     problem = make_problem("fp32", c=32, h=12, w=12, o=32)
     tensors = draw(problem, generator)

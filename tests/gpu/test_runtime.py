@@ -17,32 +17,39 @@ from cutlass_sep.schedule import supports
 from . import accuracy
 from .calls import Tensors, draw, make_problem
 
-pytestmark = pytest.mark.usefixtures("no_fallback")
+pytestmark = pytest.mark.usefixtures("fused")
 
-#: A problem for each path and layout, which test_the_problems_themselves builds in a rehearsal.
 PROBLEMS = {
     "sm90-contiguous": make_problem("fp32", c=16, o=32),
     "sm90-channels_last": make_problem("bf16", "channels_last", c=16, o=32),
     "portable": make_problem("fp32", c=7, o=5, h=13, w=15, mid_activation="relu"),
 }
-each_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 #: Cycles of a GPU's clock, about half a second.
 LONG = 800_000_000
 #: More than a launch takes on any host, less than the GPU is kept busy, in seconds.
 AT_ONCE = 0.25
 
 
+@pytest.fixture(params=PROBLEMS)
+def problem(request: pytest.FixtureRequest, machine, fused) -> SeparableConv2dProblem:
+    """A problem whose calls run on the path that its id says."""
+    path = request.param.split("-")[0]
+    if not (support := supports(PROBLEMS[request.param], path, machine.arch)):
+        pytest.skip(f"path {path}: {support.reason}")
+    fused(path)
+    return PROBLEMS[request.param]
+
+
 def call(problem: SeparableConv2dProblem, tensors: Tensors) -> torch.Tensor:
     return depthwise_separable_conv2d(*tensors, **options(problem))
 
 
-@each_problem
 def test_the_problems_themselves(machine, generator, problem: SeparableConv2dProblem):
+    """In a rehearsal this builds the kernels of all tests below."""
     tensors = draw(problem, generator)
     accuracy.judge(problem, tensors, call(problem, tensors))
 
 
-@each_problem
 def test_runs_on_the_current_stream(gpu, generator, problem: SeparableConv2dProblem):
     tensors, fresh = draw(problem, generator), draw(problem, generator)
     call(problem, tensors)
@@ -58,7 +65,6 @@ def test_runs_on_the_current_stream(gpu, generator, problem: SeparableConv2dProb
     accuracy.judge(problem, fresh, y)
 
 
-@each_problem
 def test_never_waits(gpu, generator, problem: SeparableConv2dProblem):
     tensors = draw(problem, generator)
     call(problem, tensors)
@@ -80,7 +86,6 @@ def test_never_waits(gpu, generator, problem: SeparableConv2dProblem):
         accuracy.judge(problem, t, y)
 
 
-@each_problem
 def test_allocates_the_output_and_one_workspace(gpu, generator, problem: SeparableConv2dProblem):
     tensors = draw(problem, generator)
     call(problem, tensors)
@@ -100,7 +105,6 @@ def test_allocates_the_output_and_one_workspace(gpu, generator, problem: Separab
     assert free - torch.cuda.mem_get_info(gpu)[0] <= reserved, "memory was taken beside PyTorch's allocator"
 
 
-@each_problem
 def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: SeparableConv2dProblem):
     tensors = draw(problem, generator)
     cutlass_sep.warmup(depthwise_separable_conv2d, *tensors, **options(problem))
@@ -117,7 +121,6 @@ def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: 
         accuracy.judge(problem, fresh, y)
 
 
-@each_problem
 def test_a_cold_kernel_refuses_to_be_captured(gpu, generator, problem: SeparableConv2dProblem):
     tensors = draw(problem, generator)
     kernel.clear_memory()
@@ -157,13 +160,10 @@ def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, gener
         pytest.skip("inductor needs triton, which is not installed here")
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    shape = {"c": 16, "o": 32, "mid_activation": "relu6"}
-    module = cutlass_sep.DepthwiseSeparableConv2d(
-        16, 32, 3, padding=1, bias=True, mid_activation="relu6", device=gpu, dtype=torch.float32
-    )
+    module = cutlass_sep.DepthwiseSeparableConv2d(16, 32, 3, padding=1, bias=True, device=gpu)
     compiled = torch.compile(lambda x: module(x).square(), fullgraph=True, backend=count)
     for n in (2, 3, 5, 8):
-        x = draw(make_problem("fp32", n=n, **shape), generator)[0].clone().requires_grad_()
+        x = draw(make_problem("fp32", n=n, c=16, o=32), generator)[0].clone().requires_grad_()
         twin = x.detach().clone().requires_grad_()
         y, want = compiled(x), module(twin).square()
         torch.testing.assert_close(y, want, rtol=4 * accuracy.UNIT["float32"], atol=0)
@@ -174,11 +174,13 @@ def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, gener
     assert count.frame_count <= 2
 
 
-def test_many_descriptors_and_sizes_do_not_pile_up(gpu, generator):
+def test_descriptors_do_not_pile_up(gpu, generator):
     """More addresses than descriptors are kept; each call is right whether its descriptor is new, kept or gone."""
     problem = PROBLEMS["sm90-channels_last"]
+    if not (support := supports(problem, "sm90", kernel.archs.of_device(gpu.index))):
+        pytest.skip(support.reason)
     sets = [draw(problem, generator) for _ in range(100)]
-    operator = op.DepthwiseSeparableConv2d(*sets[0], **options(problem))
+    operator = op.DepthwiseSeparableConv2d(*sets[0], **options(problem), path="sm90")
     for tensors in (*sets, *sets[:5], *sets[-5:]):
         accuracy.judge(problem, tensors, operator.run(*tensors))
     assert len(operator.kernel._maps) <= kernel._TENSOR_MAPS_KEPT + 2
