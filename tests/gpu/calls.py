@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cutlass_sep import op
-from cutlass_sep.bench.inputs import options
+from cutlass_sep.bench.inputs import Case, options
 from cutlass_sep.problem import SeparableConv2dProblem, pair, resolve_padding
 from cutlass_sep.schedule import Schedule
 
@@ -59,6 +59,11 @@ def make_problem(
         fp32_precision=precision, alignment=1,
     )  # fmt: skip
     return problem.with_alignment(problem.element_size if form == "offset" else 0)
+
+
+def reduced(layer: Case) -> SeparableConv2dProblem:
+    """A layer of the layer set with two images: its own batch is for timing."""
+    return replace(layer.problem, n=2).with_alignment()
 
 
 def describe(problem: SeparableConv2dProblem) -> str:

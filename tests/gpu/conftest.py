@@ -18,6 +18,11 @@ from cutlass_sep.bench import results
 from cutlass_sep.problem import KERNEL_DTYPES, SeparableConv2dProblem
 from cutlass_sep.schedule import candidates
 
+from . import rehearsal
+from .builds import Builds
+from .calls import reduced
+from .combinations import schedule_of
+
 _HERE = Path(__file__).parent
 
 
@@ -26,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--rehearse", nargs="?", const="sm_90a", metavar="ARCH", help="build the kernels, run without a GPU"
     )
+    group.addoption("--build-ahead", action="store_true", help="compile on every core what the tests to come will need")
     group.addoption("--expect-no-builds", action="store_true", help="fail if a kernel was not in the disk cache")
     group.addoption("--data-seed", type=int, help="seed of the random data; default: a new one in each run")
 
@@ -36,28 +42,24 @@ def _option(config: pytest.Config, name: str):
 
 @dataclass
 class Machine:
-    """What the tests run on. `arch`: what kernels are built for. `builds`: the rehearsal's compilers, else None."""
+    """What the tests run on. `arch`: what kernels are built for. `builds`: compilers beside the tests, if there are."""
 
     device: torch.device
     arch: str
-    builds: object | None
+    rehearsing: bool
+    builds: Builds | None
 
-    @property
-    def rehearsing(self) -> bool:
-        return self.builds is not None
-
-    def prepare(self, problem: SeparableConv2dProblem, path: str | None = None) -> None:
-        """In the rehearsal: compile the kernel of a problem without running it."""
-        if self.rehearsing:
-            plan = planner.plan(problem, self.arch, path)
-            if plan.schedule is not None:
-                self.builds.submit(kernel.Kernel(problem, plan.schedule, self.arch))
+    def build(self, problem: SeparableConv2dProblem, path: str | None = None) -> None:
+        """Let the compilers build the kernel of a problem, without running it."""
+        plan = planner.plan(problem, self.arch, path)
+        if plan.schedule is not None:
+            self.builds.submit(kernel.Kernel(problem, plan.schedule, self.arch))
 
     def needs_gpu(self, *problems: SeparableConv2dProblem, path: str | None = None, why: str = "") -> None:
         """In the rehearsal: compile what the test would run, and skip it."""
         if self.rehearsing:
             for problem in problems:
-                self.prepare(problem, path)
+                self.build(problem, path)
             pytest.skip(why or "rehearsal: its kernels are built, the rest needs a GPU")
 
 
@@ -82,20 +84,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.durations is None:
         config.option.durations = 15
     given = _option(config, "data_seed")
-    builds = None
     if arch is not None:
-        from .rehearsal import Builds
-
-        machine = Machine(torch.device("cpu"), archs.check(arch), builds := Builds())
+        machine = Machine(torch.device("cpu"), archs.check(arch), True, Builds())
     else:
-        machine = Machine(torch.device("cuda", 0), archs.of_device(0), None)
+        ahead = Builds() if _option(config, "build_ahead") else None
+        machine = Machine(torch.device("cuda", 0), archs.of_device(0), False, ahead)
     state = _State(machine, secrets.randbits(31) if given is None else given, pytest.MonkeyPatch(), [])
     config.stash[_key] = state
-    if builds is not None:
-        from .rehearsal import install
-
+    if machine.rehearsing:
         torch.set_num_threads(1)  # the compilers take the rest
-        install(state.patch, machine.arch, builds)
+        rehearsal.install(state.patch, machine.arch, machine.builds)
     _watch(state)
 
 
@@ -148,6 +146,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start to compile for the tests whose kernels can be told from their parameters: nearly all of them."""
+    if not _option(session.config, "build_ahead") or _key not in session.config.stash:
+        return
+    machine = session.config.stash[_key].machine
+    for item in session.items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "combination" in parameters:
+            combination, variant, path = (parameters[name] for name in ("combination", "variant", "path"))
+            schedule = schedule_of(combination.group, variant, path, machine.arch)
+            if schedule is not None:
+                machine.builds.submit(kernel.Kernel(combination.problem(variant), schedule, machine.arch))
+        elif "layer" in parameters:
+            path = "portable" if item.originalname == "test_portable" else None
+            machine.build(reduced(parameters["layer"]), path)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     state = session.config.stash.get(_key, None)
@@ -159,10 +174,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     failed = []
     if state.machine.rehearsing:
         failed = state.machine.builds.finish(write)
-    elif state.compiled:
+    elif state.machine.builds is not None:
+        state.machine.builds.abandon()
+    if state.compiled:
         write(f"{len(state.compiled)} kernels were compiled in this run: {', '.join(state.compiled[:8])} ...")
         if _option(session.config, "expect_no_builds"):
-            failed = ["--expect-no-builds: kernels were missing from the disk cache"]
+            failed += ["--expect-no-builds: kernels were missing from the disk cache"]
     for line in failed:
         write(f"ERROR {line}", red=True)
     if failed and session.exitstatus == pytest.ExitCode.OK:
@@ -236,6 +253,14 @@ def fused(machine: Machine, no_fallback, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     monkeypatch.setattr(dispatch, "choose", best_kernel)
     return lambda path: forced.__setitem__(0, path)
+
+
+@pytest.fixture
+def tf32_flags() -> Iterator[None]:
+    """Puts torch's TF32 flags back."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
 
 
 assert cutlass_sep  # imported for its effect on torch.library: the ops exist in every test

@@ -8,58 +8,19 @@ kernels themselves.
 
 from __future__ import annotations
 
-import os
-import time
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 import torch
 from torch import Tensor
 
 from cutlass_sep import arch as archs
-from cutlass_sep import compiler, dispatch, kernel
+from cutlass_sep import dispatch, kernel
 from cutlass_sep.kernel import Kernel
 from cutlass_sep.op import DepthwiseSeparableConv2d
 
 from .accuracy import ACTIVATIONS, depthwise, pointwise
+from .builds import Builds
 
 _FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-
-
-class Builds:
-    """Compiles sources, each once, beside the tests."""
-
-    def __init__(self) -> None:
-        # Not forked: torch's threads would not survive that.
-        self._pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-        self._futures: dict[str, tuple[str, Future]] = {}
-        self._started = time.monotonic()
-
-    def submit(self, k: Kernel) -> None:
-        if k.source not in self._futures:
-            self._futures[k.source] = (k.name, self._pool.submit(_build, k.source, k.arch, k.name))
-
-    def finish(self, write) -> list[str]:
-        """Wait for all, telling `write` how far it is now and then; the errors, one line each."""
-        failed, compiled, told = [], 0, time.monotonic()
-        for done, (name, future) in enumerate(self._futures.values()):
-            try:
-                compiled += not future.result()
-            except Exception as error:
-                failed.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            if time.monotonic() - told > 10:
-                told = time.monotonic()
-                write(f"kernels: {done + 1} of {len(self._futures)} compiled")
-        self._pool.shutdown()
-        seconds = time.monotonic() - self._started
-        write(f"kernels: {len(self._futures)} in all, {compiled} compiled now, {len(failed)} failed, {seconds:.0f} s")
-        return failed
-
-
-def _build(source: str, arch: str, name: str) -> bool:
-    """In a process of the pool; whether the cubin was there."""
-    return compiler.build(source, arch, name=name).cache_hit
 
 
 def install(patch: pytest.MonkeyPatch, arch: str, builds: Builds) -> None:

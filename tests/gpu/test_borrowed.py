@@ -10,10 +10,7 @@ import test_functional
 import test_module
 import test_op
 import torch
-
-# Fixtures that the tests below ask for.
-from test_functional import tf32_flags  # noqa: F401
-from test_module import calls  # noqa: F401
+from test_module import calls  # noqa: F401 - a fixture that its tests ask for
 
 #: Not here: the generated combinations say more about values; views may get another kernel than their copies.
 _ELSEWHERE = {"test_values_and_layout", "test_views_of_x_give_what_their_copies_give"}

@@ -236,6 +236,7 @@ def test_F16_more_than_2_31_elements(machine, generator, name: str, path: str):
     out = torch.empty((p.n, p.o, p.p, p.q), dtype=dtype, device=machine.device, memory_format=form).fill_(math.nan)
     operator = op.DepthwiseSeparableConv2d(x, *parameters, **options(p), path=path, arch=machine.arch)
     operator.run(x, *parameters, out=out)
+    assert not out.isnan().any(), "some of y was not written"
     # Bands of rows at both ends and around where 31 bits end, each from a copy of the rows of x under it.
     middle = 2**31 // (p.c * p.h * p.w) if p.n > 1 else 0
     pitches = {p.q, p.q * p.c, p.q * p.o}  # elements between rows, on either layout
@@ -304,8 +305,9 @@ def test_F17_wrong_calls_harm_nothing(machine, generator, monkeypatch):
     context_is_alive(machine.device)
 
 
-def test_F21_weights_are_read_at_each_call(machine, generator):
+def test_F21_weights_are_read_at_each_call(machine, generator, tf32_flags):
     """No version counter sees `.data`, and none exists under inference mode."""
+    torch.backends.cudnn.allow_tf32 = False  # for a module whose children are called the plain way
     problem = make_problem()
     module = cutlass_sep.DepthwiseSeparableConv2d(8, 16, 3, padding=1, bias=True, device=machine.device)
     x = draw(problem, generator)[0]
@@ -336,7 +338,8 @@ def test_F21_weights_are_read_at_each_call(machine, generator):
     with torch.no_grad():
         doubled = module(x)
         handle.remove()
-        torch.testing.assert_close(doubled, 2 * module(x), rtol=0, atol=0.05)  # PyTorch's convolutions, TF32 or not
+        # Both in fp32, of about 80 roundings each, on values below 1000.
+        torch.testing.assert_close(doubled, 2 * module(x), rtol=0, atol=160 * 1000 * accuracy.UNIT["float32"])
     module.pointwise = nn.Conv2d(8, 5, 1, bias=False, device=machine.device)
     with torch.no_grad():
         assert module(x).shape[1] == 5

@@ -6,7 +6,6 @@ opposite sides. BatchNorm counts as folded into biases; residuals are left out.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,21 +17,15 @@ from cutlass_sep.bench.inputs import options
 from cutlass_sep.functional import depthwise_separable_conv2d
 
 from . import accuracy
-from .calls import Poisoned, draw
+from .calls import Poisoned, draw, reduced
 from .test_numerics import REHEARSED_FLOPS
 
 CASES, LEFT_OUT = inputs.layers(Path(__file__).parents[2] / "benchmarks" / "layers.jsonl")
-#: Images; the batch of the layer set is for timing.
-BATCH = 2
 
 
-def _problem(case: inputs.Case):
-    return replace(case.problem, n=BATCH).with_alignment()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_planned(machine, generator, no_fallback, note_torch, case: inputs.Case):
-    problem = _problem(case)
+@pytest.mark.parametrize("layer", CASES, ids=lambda layer: layer.id)
+def test_planned(machine, generator, no_fallback, note_torch, layer: inputs.Case):
+    problem = reduced(layer)
     if problem.flops > REHEARSED_FLOPS:
         machine.needs_gpu(problem)
     tensors = draw(problem, generator)
@@ -43,9 +36,9 @@ def test_planned(machine, generator, no_fallback, note_torch, case: inputs.Case)
     accuracy.judge(problem, tensors, y, f"path {said.path}: {said.reason}")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_portable(machine, generator, case: inputs.Case):
-    problem = _problem(case)
+@pytest.mark.parametrize("layer", CASES, ids=lambda layer: layer.id)
+def test_portable(machine, generator, layer: inputs.Case):
+    problem = reduced(layer)
     if problem.flops > REHEARSED_FLOPS:
         machine.needs_gpu(problem, path="portable")
     tensors = draw(problem, generator)

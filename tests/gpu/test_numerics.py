@@ -88,14 +88,6 @@ def test_tf32_is_one_rounding_of_each_operand(machine, generator, layout: str, p
     assert found.relative > 10 * accuracy.FP32_GRADE
 
 
-@pytest.fixture
-def tf32_flags():
-    """Puts torch's TF32 flags back."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
-
-
 @pytest.mark.parametrize("kind", ["fused", "path torch"])
 def test_F15_only_the_call_decides_about_tf32(machine, fused, tf32_flags, kind: str):
     """2077 needs 12 significant bits, TF32 has 11."""
