@@ -320,7 +320,7 @@ struct OperandFragment {
             a[0][b][i] = reinterpret_cast<uint32_t const&>(hi);
             a[kParts - 1][b][i] = reinterpret_cast<uint32_t const&>(lo);
           } else if constexpr (G::kElementBytes == 4) {
-            a[0][b][i] = __float_as_uint(tf32_round(value[0][b][h][j]));
+            a[0][b][i] = tf32_operand(value[0][b][h][j]);
           } else {
             a[0][b][i] = pack_pair<typename Config::Element>(value[0][b][h][2 * j], value[0][b][h][2 * j + 1]);
             if constexpr (Config::kFp16Range) survived = __hfma2(reinterpret_cast<__half2 const&>(a[0][b][i]), zero, survived);

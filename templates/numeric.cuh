@@ -31,9 +31,9 @@ CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
-/// The upper half of x = hi + lo as a TF32 value: nearest, ties away from zero. Inf and NaN stay what they are or turn NaN.
-CUTLASS_DEVICE float tf32_round(float x) {
-  return __uint_as_float((__float_as_uint(x) + 0x1000u) & 0xffffe000u);
+/// x rounded to TF32, as an MMA operand takes it.
+CUTLASS_DEVICE uint32_t tf32_operand(float x) {
+  return cutlass::NumericConverter<cutlass::tfloat32_t, float, cutlass::FloatRoundStyle::round_to_nearest>::convert(x).storage;
 }
 
 }  // namespace cutlass_sep

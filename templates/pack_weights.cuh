@@ -100,7 +100,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
       *reinterpret_cast<cutlass::half_t*>(target + P::kPartBytes) = lo;
       check = fmaf(float(lo), 0.f, check);
     } else if constexpr (G::kElementBytes == 4) {
-      *reinterpret_cast<float*>(target) = tf32_round(raw);
+      *reinterpret_cast<uint32_t*>(target) = tf32_operand(raw);
     } else {
       *reinterpret_cast<Element*>(target) = raw;
     }
