@@ -99,12 +99,12 @@ class _Launcher:
         self.run = driver.cuLaunchKernel
         self.invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._device = device
-        self.pack = (int(module.pack), geometry.chunks * geometry.oc_tiles, 1, 1, PACK_THREADS, 1, 1, 0)
+        self.pack = (driver.CUfunction(int(module.pack)), geometry.chunks * geometry.oc_tiles, 1, 1, PACK_THREADS, 1, 1, 0)
         steps = geometry.steps(processors)
         items = geometry.items(steps)
         persistent = schedule.path == "sm90"
         blocks = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
-        self.main = (int(module.main), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
+        self.main = (driver.CUfunction(int(module.main)), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
         pads = problem.padding
         self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, pads.top, pads.left, steps)
 
@@ -205,7 +205,7 @@ class Kernel:
         if self.schedule.path == "sm90":
             buffer.set_map(0, self._map("x", x_address))
             buffer.set_map(1, self._map("y", y_address))
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream(device).cuda_stream, 1.6 us faster
         result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
         if result[0] == launcher.invalid_context:  # a thread that has not made the device's context current yet
             launcher.enter_context()

@@ -227,7 +227,7 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
     assert launcher.scalars[3:5] == (problem.p, problem.q)
     return encoded + [
         {
-            "call": "launch", "kernel": handle, "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
+            "call": "launch", "kernel": int(handle), "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
             "stream": 0x50, "contexts": 1, "arguments": list(arguments),
             "maps": [x, y] if of.schedule.path == "sm90" else None,
         }
