@@ -99,7 +99,8 @@ class _Launcher:
         self.run = driver.cuLaunchKernel
         self.invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._device = device
-        self.pack = (driver.CUfunction(int(module.pack)), geometry.chunks * geometry.oc_tiles, 1, 1, PACK_THREADS, 1, 1, 0)
+        stages = geometry.chunks * geometry.oc_tiles
+        self.pack = (driver.CUfunction(int(module.pack)), stages, 1, 1, PACK_THREADS, 1, 1, 0)
         steps = geometry.steps(processors)
         items = geometry.items(steps)
         persistent = schedule.path == "sm90"
@@ -205,7 +206,7 @@ class Kernel:
         if self.schedule.path == "sm90":
             buffer.set_map(0, self._map("x", x_address))
             buffer.set_map(1, self._map("y", y_address))
-        stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream(device).cuda_stream, 1.6 us faster
+        stream = torch._C._cuda_getCurrentRawStream(device)  # 1.6 us faster than torch.cuda.current_stream's
         result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
         if result[0] == launcher.invalid_context:  # a thread that has not made the device's context current yet
             launcher.enter_context()

@@ -63,8 +63,8 @@ def test_the_lead_shape_runs_on_sm90(variant):
     problem = inputs.variant(inputs.lead(), *variant).problem
     chosen = plan(problem, ARCH)
     assert chosen.path == "sm90"
-    # What was measured to be best: all output channels in one tile, marched, two blocks and two warpgroups, and slots for
-    # the windows of both.
+    # What was measured to be best: all output channels in one tile, marched, two blocks and two warpgroups, and slots
+    # for the windows of both.
     g = Geometry(problem, chosen.schedule)
     assert (g.oc_tiles, g.march, chosen.schedule.blocks, chosen.schedule.warpgroups) == (1, True, 2, 2)
     assert chosen.schedule.row_slots >= g.window_rows(2 * g.tile_p)
