@@ -2,7 +2,7 @@
 
 For one multiprocessor, every unit's cycles are counted: bytes from device memory and through L2, issued instructions,
 wavefronts of shared memory, tensor cores. What they take together is fitted to 21 schedules of the lead shape measured
-on an H200 (met to 3 %, root mean square), PyTorch's side to eight measurements of that shape. The rest is arithmetic.
+on an H200 (met to about 5 %), PyTorch's side to eight measurements of that shape. The rest is arithmetic.
 """
 
 from __future__ import annotations

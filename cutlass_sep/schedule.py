@@ -324,8 +324,11 @@ class Geometry:
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         values = s.blocks * 2 * lane_channels * self.mma_steps
         fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks
+        scaling = s.blocks * 14 * self.split
         window = self.window_cols(self.lane_q) * (lane_channels if self.pixel_major else 1)
-        return accumulators + values + fragments + window + 40
+        # Contiguous 16-bit: the taps of a kernel row for all channels of the lane, as far as registers keep them.
+        taps = 0 if self.pixel_major or lane_channels == 2 else min(4 * self.problem.kernel[1], 16)
+        return accumulators + values + fragments + scaling + window + taps + 40
 
 
 def _round_up(value: int, unit: int) -> int:
