@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 from cutlass_sep import compiler
+from cutlass_sep.bench import results
 from cutlass_sep.kernel import Kernel
+from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.schedule import Schedule
 
 
 class Builds:
-    """Compiles sources, each once. A test that needs one in the meantime waits for it at the cache's lock."""
+    """Compiles sources, each once. A test that needs one in the meantime waits for it at the cache's lock.
 
-    def __init__(self) -> None:
+    With `listing` it compiles nothing and only remembers the kernels.
+    """
+
+    def __init__(self, listing: bool = False) -> None:
         # Not forked: torch's threads would not survive that.
-        self._pool = ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
-        self._futures: dict[str, tuple[str, Future]] = {}
+        self._pool = None if listing else ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+        self._futures: dict[str, tuple[Kernel, Future | None]] = {}
         self._started = time.monotonic()
 
     def submit(self, k: Kernel) -> None:
         if k.source not in self._futures:
-            self._futures[k.source] = (k.name, self._pool.submit(_build, k.source, k.arch, k.name))
+            future = self._pool.submit(_build, k.source, k.arch, k.name) if self._pool else None
+            self._futures[k.source] = (k, future)
+
+    def save(self, path: Path) -> None:
+        """Write what was submitted, for `submit_saved` in another run."""
+        kernels = [results.ran(k.problem, k.schedule.path, k.schedule, k.arch) for k, _ in self._futures.values()]
+        path.write_text(json.dumps(kernels))
+
+    def submit_saved(self, path: Path) -> None:
+        for entry in json.loads(path.read_text()):
+            problem = SeparableConv2dProblem.from_json(entry["problem"])
+            self.submit(Kernel(problem, Schedule.from_json(entry["schedule"]), entry["arch"]))
 
     def finish(self, write: Callable[[str], None]) -> list[str]:
         """Wait for all, telling `write` how far it is now and then; the errors, one line each."""
         failed, compiled, told = [], 0, time.monotonic()
-        for done, (name, future) in enumerate(self._futures.values()):
+        for done, (k, future) in enumerate(self._futures.values()):
             try:
                 compiled += not future.result()
             except Exception as error:
-                failed.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                failed.append(f"{k.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
             if time.monotonic() - told > 10:
                 told = time.monotonic()
                 write(f"kernels: {done + 1} of {len(self._futures)} compiled")

@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rehearse", nargs="?", const="sm_90a", metavar="ARCH", help="build the kernels, run without a GPU"
     )
     group.addoption("--build-ahead", action="store_true", help="compile on every core what the tests to come will need")
+    group.addoption(
+        "--kernel-list", type=Path, help="--rehearse lists its kernels there and compiles none; --build-ahead reads it"
+    )
     group.addoption("--expect-no-builds", action="store_true", help="fail if a kernel was not in the disk cache")
     group.addoption("--data-seed", type=int, help="seed of the random data; default: a new one in each run")
 
@@ -85,7 +88,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.durations = 15
     given = _option(config, "data_seed")
     if arch is not None:
-        machine = Machine(torch.device("cpu"), archs.check(arch), True, Builds())
+        machine = Machine(
+            torch.device("cpu"), archs.check(arch), True, Builds(listing=_option(config, "kernel_list") is not None)
+        )
     else:
         ahead = Builds() if _option(config, "build_ahead") else None
         machine = Machine(torch.device("cuda", 0), archs.of_device(0), False, ahead)
@@ -147,10 +152,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start to compile for the tests whose kernels can be told from their parameters: nearly all of them."""
+    """Start to compile: what a rehearsal listed, or for the tests whose kernels their parameters tell."""
     if not _option(session.config, "build_ahead") or _key not in session.config.stash:
         return
     machine = session.config.stash[_key].machine
+    listed = _option(session.config, "kernel_list")
+    if listed is not None and not machine.rehearsing:
+        machine.builds.submit_saved(listed)
+        return
     for item in session.items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if "combination" in parameters:
@@ -172,7 +181,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     write = reporter.write_line if reporter else print
     write("")
     failed = []
-    if state.machine.rehearsing:
+    listed = _option(session.config, "kernel_list")
+    if state.machine.rehearsing and listed is not None:
+        state.machine.builds.save(listed)
+    elif state.machine.rehearsing:
         failed = state.machine.builds.finish(write)
     elif state.machine.builds is not None:
         state.machine.builds.abandon()
