@@ -34,6 +34,8 @@ PORTABLE_CANDIDATES = 6
 _PORTABLE_FIT = 1.33
 #: By how much the estimate of a portable schedule must be better than that of one on sm90.
 _PORTABLE_MARGIN = 1.25
+#: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
+MOST_TAPS = 64
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Output columns that `representative` counts as narrow, and the extents of the square maps that stand for wide and for
@@ -372,6 +374,8 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
         if max(geometry.columns, 0 if geometry.channels_last else schedule.slot_channels) > 256:
             size = f"{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
+        if not geometry.channels_last and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
+            return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
         at_hand = CONSUMER_REGISTERS[schedule.warpgroups]
         if geometry.registers > at_hand:
             return Support(False, f"about {geometry.registers} registers a thread, {at_hand} at hand")
