@@ -1,8 +1,8 @@
 """Tests that run kernels on a GPU: `python -m pytest tests/gpu`.
 
-On a machine without one, `--rehearse` compiles every kernel of the suite into the disk cache and runs the tests against a
-stand-in that computes on the CPU; a run on a GPU with that cache then builds nothing (`--expect-no-builds` fails if it
-does). Where a GPU's machine has more cores, let it compile instead:
+On a machine without one, `--rehearse` compiles every kernel of the suite into the disk cache and runs the tests against
+a stand-in that computes on the CPU; a run on a GPU with that cache then builds nothing (`--expect-no-builds` fails if
+it does). Where a GPU's machine has more cores, let it compile instead:
 
     python -m pytest tests/gpu --rehearse --kernel-list kernels.json      # a minute or two; compiles nothing
     python -m pytest tests/gpu --build-ahead --kernel-list kernels.json   # on the GPU; every core compiles
