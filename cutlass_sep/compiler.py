@@ -159,7 +159,8 @@ def _load(store: cache.Store, key: str, tag: str) -> Cubin | None:
 
 def _compile(source: str, arch: str, name: str, key: str, store: cache.Store) -> Cubin:
     """Run NVRTC. Raises CompileError, with the source left in the store's folder."""
-    from cuda.core import Program
+    with _lock:  # the first import of cuda.core is not safe from two threads at once (seen in 1.2.2)
+        from cuda.core import Program
 
     chosen = replace(options(arch), name=name)
     log = io.StringIO()
