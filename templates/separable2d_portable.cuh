@@ -269,23 +269,23 @@ struct PortableEpilogue {
   /// A quad's 16-bit pairs are exchanged, so that each lane stores 16 bytes of output channels.
   static constexpr bool kExchange = Config::kChannelsLast && Config::kVectorAccess && G::kElementBytes == 2 && kGroup == 4;
 
-  /// To be called by the whole warp. The lane's pixels start at (p, q).
+  /// Of the groups from unit `First` on; to be called by the whole warp. The lane's pixels start at (p, q). (A loop over groups with a
+  /// long activation in it stays a loop, whatever the pragma says, and then keeps the accumulators in local memory.)
+  template <int First = 0>
   CUTLASS_DEVICE static void store(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int n, int oc, int p, int q,
                                    int t) {
+    finish(args, acc, scale, oc, First, t);
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Config::kTileOc / 8; j += kGroup) {
-      finish(args, acc, scale, oc, j, t);
-      CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < Config::kBlocks; ++b) {
-        if (p + b >= args.p) continue;
-        if constexpr (Config::kChannelsLast) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) store_channels(args, acc[b], n, oc, p + b, q + h, q + h < args.q, j, h, t);
-        } else {
-          store_columns(args, acc[b], n, oc, p + b, q, j, t);
-        }
+    for (int b = 0; b < Config::kBlocks; ++b) {
+      if (p + b >= args.p) continue;
+      if constexpr (Config::kChannelsLast) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) store_channels(args, acc[b], n, oc, p + b, q + h, q + h < args.q, First, h, t);
+      } else {
+        store_columns(args, acc[b], n, oc, p + b, q, First, t);
       }
     }
+    if constexpr (First + kGroup < Config::kTileOc / 8) store<First + kGroup>(args, acc, scale, n, oc, p, q, t);
   }
 
   CUTLASS_DEVICE static void finish(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int oc, int first, int t) {
