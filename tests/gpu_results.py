@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-_WRITE_EVERY = 50
+_WRITE_EVERY = 1000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
