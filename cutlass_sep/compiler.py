@@ -199,6 +199,8 @@ def options(arch: str) -> ProgramOptions:
         device_as_default_execution_space=True,
         # Else the current working directory is searched for headers.
         no_source_include=True,
+        # NVRTC's own cache would answer a second build without the log, and make build times untrue.
+        no_cache=True,
         # Registers, shared memory and spills of each kernel come back in the log.
         ptxas_options=["-v"],
     )
@@ -216,6 +218,7 @@ def option_strings(arch: str) -> tuple[str, ...]:
         "--no-source-include",
         "--std=c++17",
         "--device-as-default-execution-space",
+        "--no-cache",
     )
 
 
@@ -285,7 +288,7 @@ def parse_resources(log: str) -> dict[str, Resources]:
 
 def _kernel_sections(log: str) -> Iterator[tuple[str, str]]:
     marks = list(re.finditer(r"Compiling entry function '([^']+)' for", log))
-    for mark, after in zip(marks, [*marks[1:], None], strict=True):
+    for mark, after in zip(marks, [*marks[1:], None], strict=False):
         yield mark[1], log[mark.end() : after.start() if after else len(log)]
 
 

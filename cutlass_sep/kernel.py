@@ -79,6 +79,8 @@ class _Module:
 _modules: dict[tuple[str, int], _Module] = {}
 _kernels: dict[tuple, Kernel] = {}
 _lock = threading.Lock()
+#: PyTorch makes a device's context current when a thread first needs it, which can be after our first driver call.
+_thread = threading.local()
 
 
 def clear_memory() -> None:
@@ -97,10 +99,8 @@ class _Launcher:
         problem, schedule = geometry.problem, geometry.schedule
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.run = driver.cuLaunchKernel
-        self.invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._device = device
-        stages = geometry.chunks * geometry.oc_tiles
-        self.pack = (driver.CUfunction(int(module.pack)), stages, 1, 1, PACK_THREADS, 1, 1, 0)
+        self.pack = (driver.CUfunction(int(module.pack)), geometry.pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0)
         steps = geometry.steps(processors)
         items = geometry.items(steps)
         persistent = schedule.path == "sm90"
@@ -192,6 +192,9 @@ class Kernel:
         if launcher is None:
             self.load(device)
             launcher = self._launchers[device]
+        if not getattr(_thread, "has_context", False):
+            launcher.enter_context()
+            _thread.has_context = True
         problem = self.problem
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=x.device)
         x_address, y_address = x.data_ptr(), y.data_ptr()
@@ -208,9 +211,6 @@ class Kernel:
             buffer.set_map(1, self._map("y", y_address))
         stream = torch._C._cuda_getCurrentRawStream(device)  # 1.6 us faster than torch.cuda.current_stream's
         result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
-        if result[0] == launcher.invalid_context:  # a thread that has not made the device's context current yet
-            launcher.enter_context()
-            result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
         if not result[0]:
             result = launcher.run(*launcher.main, stream, buffer.parameters, 0)
         self._buffers.append(buffer)

@@ -245,7 +245,13 @@ class Geometry:
     def workspace_bytes(self) -> int:
         stages = self.oc_tiles * self.chunks
         channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, scale of the split form
-        return _round_up(stages * self.stage_bytes + channels + stages * 4, 256)
+        flags = self.pack_blocks * 4 if self.split else 0
+        return _round_up(stages * self.stage_bytes + channels + flags, 256)
+
+    @property
+    def pack_blocks(self) -> int:
+        """Blocks of pack_weights: 16 output channels of one pass each."""
+        return self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
 
     @property
     def store_bytes(self) -> int:

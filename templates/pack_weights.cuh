@@ -1,7 +1,7 @@
 // One small launch before the operator: both weights, converted and laid out as the main kernel's shared memory wants them.
 //
 // Workspace: [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
-// output channels, then one flag a stage that says whether its weights did not survive the split (Inf, NaN, extreme scales). A stage holds the pointwise weights as K-major MMA operands
+// output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme scales). A stage holds the pointwise weights as K-major MMA operands
 // [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled], then the depthwise weights of DepthwiseWeights. Channels and
 // output channels past the end are zero.
 #pragma once
@@ -22,8 +22,12 @@ struct PackedWeights {
   static constexpr int64_t kBiasOffset = int64_t(kStages) * kStageBytes;
   static constexpr int64_t kScaleOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
   static constexpr int64_t kFlagOffset = kScaleOffset + (Config::kSplit ? G::kOcTiles * Config::kTileOc * 4 : 0);
-  static constexpr int64_t kBytes = (kFlagOffset + kStages * 4 + 255) / 256 * 256;
   static constexpr int kThreads = 256;
+  /// A block packs kSliceRows output channels of one stage.
+  static constexpr int kSliceRows = 16;
+  static constexpr int kSlices = ceil_div(Config::kTileOc, kSliceRows);
+  static constexpr int kFlags = Config::kSplit ? kStages * kSlices : 0;
+  static constexpr int64_t kBytes = (kFlagOffset + kFlags * 4 + 255) / 256 * 256;
 
   /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
   CUTLASS_HOST_DEVICE static constexpr int instruction_offset(int i, int part) {
@@ -56,18 +60,20 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   using P = PackedWeights<Config>;
   using G = Geometry<Config>;
   using Element = typename Config::Element;
-  int const oc_tile = blockIdx.x / G::kChunks, chunk = blockIdx.x % G::kChunks;
-  char* stage = static_cast<char*>(args.workspace) + int64_t(blockIdx.x) * P::kStageBytes;
+  int const slice = blockIdx.x % P::kSlices, index = blockIdx.x / P::kSlices;
+  int const oc_tile = index / G::kChunks, chunk = index % G::kChunks;
+  char* stage = static_cast<char*>(args.workspace) + int64_t(index) * P::kStageBytes;
+  int const first_row = slice * P::kSliceRows, rows = min(P::kSliceRows, Config::kTileOc - first_row);
   auto const* pw_weight = static_cast<Element const*>(args.pw_weight);
   float check = 0.f;
 
   // An output channel's weights are scaled so that the largest lies in [2^7, 2^8).
-  __shared__ float scale[Config::kSplit ? Config::kTileOc : 1];
+  __shared__ float scale[P::kSliceRows];
   if constexpr (Config::kSplit) {
-    float* inverse = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kScaleOffset) + oc_tile * Config::kTileOc;
-    int const lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < Config::kTileOc; row += P::kThreads / 32) {
-      int const oc = oc_tile * Config::kTileOc + row;
+    int const first_oc = oc_tile * Config::kTileOc + first_row, lane = threadIdx.x % 32;
+    float* inverse = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kScaleOffset) + first_oc;
+    for (int row = threadIdx.x / 32; row < rows; row += P::kThreads / 32) {
+      int const oc = first_oc + row;
       float largest = 0.f;
       if (oc < Config::kO)
         for (int c = lane; c < Config::kC; c += 32) largest = fmaxf(largest, fabsf(float(pw_weight[int64_t(oc) * Config::kC + c])));
@@ -83,8 +89,9 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
     __syncthreads();
   }
 
-  for (int i = threadIdx.x; i < Config::kTileOc * Config::kSlotChannels; i += P::kThreads) {
-    int const row = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
+  #pragma unroll 4
+  for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += P::kThreads) {
+    int const row = first_row + i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
     int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels +
                   G::channel_of_k(k % G::kInstructionChannels);
@@ -94,7 +101,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
     int const byte = e * P::kOperandBytes;
     char* target = stage + atom * P::kParts * P::kPartBytes + row * 128 + (((byte >> 4) ^ (row & 7)) << 4) + (byte & 15);
     if constexpr (Config::kSplit) {
-      float const scaled = float(raw) * scale[row];
+      float const scaled = float(raw) * scale[row - first_row];
       cutlass::half_t const hi(scaled), lo(scaled - float(hi));
       *reinterpret_cast<cutlass::half_t*>(target) = hi;
       *reinterpret_cast<cutlass::half_t*>(target + P::kPartBytes) = lo;
@@ -108,7 +115,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
 
   using W = DepthwiseWeights<Config>;
   float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
-  for (int i = threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kThreads) {
+  for (int i = slice * P::kThreads + threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kSlices * P::kThreads) {
     int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const step = k / G::kStepChannels, t = k % G::kStepChannels / G::kLaneChannels, j = k % G::kLaneChannels;
     int const c = chunk * Config::kSlotChannels + step * G::kStepChannels + G::channel_of(t, j);
@@ -122,11 +129,24 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
 
   if (chunk == 0) {
     float* bias = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kBiasOffset);
-    for (int i = oc_tile * Config::kTileOc + threadIdx.x; i < (oc_tile + 1) * Config::kTileOc; i += P::kThreads)
+    int const i = oc_tile * Config::kTileOc + first_row + threadIdx.x;
+    if (threadIdx.x < rows)
       bias[i] = Config::kPwBias && i < Config::kO ? float(static_cast<Element const*>(args.pw_bias)[i]) : 0.f;
   }
-  int const broken = __syncthreads_or(check != check);
-  if (threadIdx.x == 0) reinterpret_cast<int*>(static_cast<char*>(args.workspace) + P::kFlagOffset)[blockIdx.x] = broken;
+  if constexpr (Config::kSplit) {
+    int const broken = __syncthreads_or(check != check);
+    if (threadIdx.x == 0) reinterpret_cast<int*>(static_cast<char*>(args.workspace) + P::kFlagOffset)[blockIdx.x] = broken;
+  }
+}
+
+/// Whether a weight did not survive the split. To be called by the whole warp.
+template <class Config>
+CUTLASS_DEVICE bool weights_broken(Arguments const& args, int lane) {
+  using P = PackedWeights<Config>;
+  int const* flags = reinterpret_cast<int const*>(static_cast<char const*>(args.workspace) + P::kFlagOffset);
+  bool broken = false;
+  for (int i = lane; i < P::kFlags; i += 32) broken |= flags[i] != 0;
+  return __any_sync(0xffffffffu, broken);
 }
 
 }  // namespace cutlass_sep

@@ -372,12 +372,7 @@ CUTLASS_DEVICE void separable2d_portable(Arguments const& args, char* shared) {
   auto const* const workspace = static_cast<char const*>(args.workspace);
   uint32_t const b_offset = Mma::lane_offset(lane);
 
-  bool broken_weights = false;
-  if constexpr (Config::kSplit) {
-    int const* flags = reinterpret_cast<int const*>(workspace + P::kFlagOffset);
-    for (int i = lane; i < P::kStages; i += 32) broken_weights |= flags[i] != 0;
-    broken_weights = __any_sync(0xffffffffu, broken_weights);
-  }
+  bool const broken_weights = weights_broken<Config>(args, lane);
 
   float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
   PixelScale<Config> scale;

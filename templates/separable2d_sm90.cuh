@@ -417,12 +417,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
     else return View(column, g, t, L::kColumns);
   }();
 
-  bool broken_weights = false;
-  if constexpr (Config::kSplit) {
-    int const* flags = reinterpret_cast<int const*>(static_cast<char const*>(args.workspace) + P::kFlagOffset);
-    for (int i = lane; i < P::kStages; i += 32) broken_weights |= flags[i] != 0;
-    broken_weights = __any_sync(0xffffffffu, broken_weights);
-  }
+  bool const broken_weights = weights_broken<Config>(args, lane);
 
   RingCursor<kRowSlots> base;  // first row of the item's current chunk
   RingCursor<Config::kWeightSlots> weight;
