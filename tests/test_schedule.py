@@ -1,0 +1,223 @@
+"""Schedules: which are legal, what follows from one, and that portable has one for every problem."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from problems import KINDS, LAYOUTS, LEAD, problem_of
+from separable import Case
+
+from cutlass_sep.arch import ARCHS, SHARED_BYTES
+from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.schedule import (
+    PATHS,
+    PORTABLE_CANDIDATES,
+    Geometry,
+    Schedule,
+    candidates,
+    check,
+    estimate,
+    representative,
+    supports,
+    tile_key,
+)
+from cutlass_sep.source import constants
+
+
+def portable(**fields) -> Schedule:
+    defaults = {"tile_oc": 64, "slot_channels": 32, "blocks": 1, "warps_q": 2, "warpgroups": 1}
+    return Schedule("portable", **defaults | fields)
+
+
+def random_problem(draw: random.Random) -> SeparableConv2dProblem:
+    """Any layer that PyTorch takes, small or large, common or odd."""
+    kernel = draw.choice([(1, 1), (3, 3), (5, 5), (2, 4), (7, 7), (1, 31), (13, 3), (31, 31), (1, 87)])
+    dilation = draw.choice([(1, 1), (1, 1), (2, 2), (1, 3), (7, 64)])
+    span = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+    case = Case(
+        n=draw.choice([1, 3, 64]), c=draw.choice([1, 3, 8, 37, 64, 100, 512, 2048]),
+        o=draw.choice([1, 5, 16, 40, 96, 128, 200, 1000]), h=draw.randint(1, 200), w=draw.randint(1, 600),
+        kernel=kernel, stride=draw.choice([1, 1, 2, (2, 1), (3, 4)]),
+        padding=tuple(s // 2 + draw.randint(s % 2, 2) for s in span),
+        dilation=dilation, dw_bias=draw.random() < 0.5, mid_activation=draw.choice([None, "relu6", "gelu"]),
+    )  # fmt: skip
+    return problem_of(case, draw.choice(list(KINDS)), draw.choice(LAYOUTS), draw.choice([16, 4]))
+
+
+RANDOM = [random_problem(random.Random(seed)) for seed in range(150)]
+
+
+# ---- what is supported
+
+
+def test_portable_supports_everything_everywhere():
+    for i, problem in enumerate(RANDOM):
+        arch = list(ARCHS)[i % len(ARCHS)]
+        assert supports(problem, "portable", arch), problem
+        found = candidates(problem, arch, "portable")
+        assert 1 <= len(found) == len(set(found)) <= PORTABLE_CANDIDATES, problem
+        for schedule in found:
+            g = Geometry(problem, schedule)
+            assert schedule.path == "portable"
+            assert check(problem, schedule, arch), (problem, schedule)
+            assert g.shared_bytes <= SHARED_BYTES[arch]
+            # The launch bound: what the compiler is told to fit into one multiprocessor's 2048 threads.
+            assert 1 <= g.resident_blocks <= 2048 // g.threads
+        times = [estimate(representative(problem), schedule, arch) for schedule in found]
+        assert times == sorted(times)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_layers_have_several_schedules(kind: str, arch: str):
+    late, middle = Case(n=32, c=512, o=512, h=14, w=14), Case(c=240, o=80, h=28, w=28, kernel=(5, 5), padding=2)
+    for layout in LAYOUTS:
+        for case in (LEAD, late, middle):
+            assert len(candidates(problem_of(case, kind, layout), arch, "portable")) >= 2
+
+
+def test_x_is_gathered_only_where_no_window_fits():
+    dilated = problem_of(Case(c=64, o=64, h=64, w=64, padding=200, dilation=200))
+    for arch in ARCHS:
+        assert {s.gather for s in candidates(problem_of(), arch, "portable")} == {False}
+        assert {s.gather for s in candidates(dilated, arch, "portable")} == {True}
+    # 31 x 31: fits into 227 KB, not into 99 KB beside the weights of 32 channels.
+    big = problem_of(Case(c=64, o=64, h=56, w=56, kernel=(31, 31), padding=15))
+    assert not candidates(big, "sm_90a", "portable")[0].gather
+    for schedule in candidates(big, "sm_86", "portable"):
+        tile = replace(schedule, gather=False)
+        assert schedule.gather and not check(big, tile, "sm_86") and check(big, schedule, "sm_86")
+
+
+def test_refusals_say_why():
+    problem = problem_of()
+    assert supports(problem, "sm90", "sm_90a")
+    for arch in set(ARCHS) - {"sm_90a"}:
+        assert arch in supports(problem, "sm90", arch).reason
+    assert "16-byte" in supports(replace(problem, alignment=8), "sm90", "sm_90a").reason
+    for path in PATHS:
+        assert "float64" in supports(replace(problem, dtype="float64", fp32_precision=None), path, "sm_90a").reason
+    with pytest.raises(ValueError, match="path='sm80'.*'sm90', 'portable'"):
+        supports(problem, "sm80", "sm_90a")
+    with pytest.raises(ValueError, match="arch='sm_70'"):
+        supports(problem, "portable", "sm_70")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "arch", "reason"),
+    [
+        (portable(slot_channels=16), "sm_80", "slot_channels=16 is no multiple of 128 bytes"),
+        (portable(tile_oc=24), "sm_80", "tile_oc=24 is no multiple of 16"),
+        (portable(blocks=4, tile_oc=128), "sm_80", "registers a thread"),
+        (portable(slot_channels=512), "sm_80", "bytes of shared memory"),
+        (portable(slot_channels=64, blocks=2, warps_q=1, warpgroups=2), "sm_86", "bytes of shared memory"),
+    ],
+)
+def test_illegal_on_portable(schedule: Schedule, arch: str, reason: str):
+    refused = check(problem_of(), schedule, arch)
+    assert not refused and reason in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"slot_channels": 32}, "64 channels at a time"),
+        ({"row_slots": 2}, "2 row slots hold no window"),
+        ({"blocks": 4, "warps_q": 4}, "TMA's box of 256"),
+        ({"blocks": 3}, "registers a thread"),
+        ({"row_slots": 50}, "bytes of shared memory"),
+    ],
+)
+def test_illegal_on_sm90(change: dict, reason: str):
+    problem = problem_of()
+    legal = candidates(problem, "sm_90a", "sm90")[0]
+    assert check(problem, legal, "sm_90a")
+    refused = check(problem, replace(legal, **change), "sm_90a")
+    assert not refused and reason in refused.reason
+
+
+# ---- what follows from a schedule
+
+
+@pytest.mark.parametrize("case", [Case(stride=(2, 1), kernel=(3, 5), dilation=(1, 2)), Case(kernel=(4, 2), dilation=3)])
+def test_window_covers_every_tap(case: Case):
+    """The rows and columns of x that p x q outputs read, counted one by one."""
+    problem = problem_of(case)
+    for tile_p, tile_q in ((1, 1), (4, 16), (3, 64)):
+        g = Geometry(problem, portable())
+        for i, (extent, size) in enumerate(((tile_p, g.window_rows(tile_p)), (tile_q, g.window_cols(tile_q)))):
+            taps = {
+                o * problem.stride[i] + r * problem.dilation[i] for o in range(extent) for r in range(problem.kernel[i])
+            }
+            assert (min(taps), max(taps)) == (0, size - 1)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [(1, 1), (7, 7), (30, 100), (512, 512)])
+def test_work_items_cover_the_output(size: tuple[int, int], layout: str, path: str):
+    problem = problem_of(replace(LEAD, n=3, h=size[0], w=size[1], o=200), "bf16", layout)
+    for schedule in candidates(replace(problem, alignment=16), "sm_90a", path):
+        g = Geometry(problem, schedule)
+        for processors in (1, 132):
+            steps = g.steps(processors)
+            items = g.items(steps)
+            per_image, rest = divmod(items, problem.n * g.oc_tiles)
+            down = -(-problem.p // (steps * g.tile_p))
+            across, uneven = divmod(per_image, down)
+            assert rest == uneven == 0
+            assert (across - 1) * g.tile_q < problem.q <= across * g.tile_q
+            assert g.oc_tiles * schedule.tile_oc >= problem.o
+
+
+def test_portable_does_not_depend_on_padding_or_sizes():
+    """One source for all of them, and one for every alignment below 16 bytes."""
+    for kind in KINDS:
+        for layout in LAYOUTS:
+            problem = problem_of(LEAD, kind, layout)
+            schedule = candidates(problem, "sm_80", "portable")[0]
+            pads = problem.padding._replace(left=0, top=2)
+            assert constants(problem, schedule) == constants(replace(problem, n=1, h=9, w=70, padding=pads), schedule)
+            texts = [constants(replace(problem, alignment=alignment), schedule) for alignment in (16, 8, 4, 2)]
+            assert texts[0] != texts[1] == texts[2] == texts[3]
+
+
+def test_few_portable_schedules_for_many_sizes():
+    draw = random.Random(3)
+    for kind in KINDS:
+        for layout in LAYOUTS:
+            sizes = [(draw.randint(1, 64), draw.randint(1, 300), draw.randint(1, 300)) for _ in range(60)]
+            problems = [problem_of(replace(LEAD, n=n, h=h, w=w), kind, layout) for n, h, w in sizes]
+            picks = {(candidates(p, "sm_80", "portable")[0], p.alignment == 16) for p in problems}
+            assert len(picks) <= 4
+
+
+# ---- schedules as data
+
+
+def test_json_round_trip():
+    for path in PATHS:
+        schedule = candidates(problem_of(), "sm_90a", path)[0]
+        assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
+
+
+@pytest.mark.parametrize(
+    ("kind", "element", "k"), [("ieee", "f16", 16), ("tf32", "tf32", 8), ("fp16", "f16", 16), ("bf16", "bf16", 16)]
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_tile_description(path: str, kind: str, element: str, k: int):
+    problem = problem_of(LEAD, kind)
+    schedule = candidates(problem, "sm_90a", path)[0]
+    tile = schedule.tile_description(problem)
+    pixels = 64 * schedule.blocks * schedule.warpgroups
+    assert tile.threadblock_shape == [schedule.tile_oc, pixels, schedule.slot_channels]
+    assert tile.warp_count == [1, 4 * schedule.warpgroups, 1]
+    math = tile.math_instruction
+    assert math.instruction_shape == ([64, schedule.tile_oc, k] if path == "sm90" else [16, 8, k])
+    assert (math.element_a.name, math.element_b.name, math.element_accumulator.name) == (element, element, "f32")
+    assert tile_key(tile) == tile_key(schedule.tile_description(problem))
+    other = replace(schedule, slot_channels=2 * schedule.slot_channels)
+    assert tile_key(tile) != tile_key(other.tile_description(problem))
