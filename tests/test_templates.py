@@ -1,0 +1,234 @@
+"""The emitted CUDA C++: same arguments, same bytes; for every architecture it compiles to the right instructions."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from problems import KINDS, LAYOUTS, LEAD, problem_of
+from separable import Case
+
+from cutlass_sep import compiler, source
+from cutlass_sep.arch import ARCHS
+from cutlass_sep.compiler import Cubin
+from cutlass_sep.errors import CompileError
+from cutlass_sep.problem import ACTIVATIONS, SeparableConv2dProblem
+from cutlass_sep.schedule import Schedule, candidates
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory):
+    """A kernel cache of this file's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+# ---- text
+
+
+def rendered(path: str, kind: str = "ieee", layout: str = "contiguous", case: Case = LEAD, arch: str = "sm_90a") -> str:
+    problem = problem_of(case, kind, layout)
+    return source.render(problem, candidates(problem, arch, path)[0], arch)
+
+
+@pytest.mark.parametrize("path", ["sm90", "portable"])
+def test_same_arguments_same_bytes(path: str):
+    """Also from another process, whose hashes differ."""
+    code = f"import test_templates as t; print(t.rendered({path!r}), end='')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
+    other = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parent, capture_output=True, check=True
+    )
+    assert rendered(path) == rendered(path) == other.stdout.decode()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("path", ["sm90", "portable"])
+def test_run_time_numbers_are_not_in_the_source(path: str, layout: str):
+    problem = problem_of(LEAD, "bf16", layout)
+    schedule = candidates(problem, "sm_90a", path)[0]
+    pads = problem.padding._replace(top=3, left=problem.padding.left + 16, right=0)
+    other = replace(problem, n=3, h=40, w=64, padding=pads)
+    assert source.render(problem, schedule, "sm_90a") == source.render(other, schedule, "sm_90a")
+
+
+def test_the_compile_time_part_is_in_the_source():
+    texts = {rendered("portable")}
+    for other in (
+        {"case": replace(LEAD, c=96)},
+        {"case": replace(LEAD, o=96)},
+        {"case": replace(LEAD, kernel=(3, 5))},
+        {"case": replace(LEAD, stride=(2, 1))},
+        {"case": replace(LEAD, dilation=(1, 2))},
+        {"case": replace(LEAD, dw_bias=True)},
+        {"case": replace(LEAD, pw_bias=True)},
+        {"case": replace(LEAD, mid_activation="relu")},
+        {"case": replace(LEAD, activation="relu")},
+        {"kind": "tf32"},
+        {"kind": "fp16"},
+        {"kind": "bf16"},
+        {"layout": "channels_last"},
+        {"arch": "sm_80"},
+        {"path": "sm90"},
+    ):
+        texts.add(rendered(**{"path": "portable"} | other))
+    assert len(texts) == 16
+
+
+def test_parts_are_inlined():
+    """Emitted sources need no file but the headers of CUTLASS, CuTe and CUDA; no part is left over."""
+    texts = {path: rendered(path) for path in ("sm90", "portable")}
+    for text in texts.values():
+        included = re.findall(r"#\s*include\s*(.*)", text)
+        assert all(re.fullmatch(r"<(cute|cutlass|cuda)[\w./]*>", name) for name in included), included
+        assert "{{" not in text and "{%" not in text
+    parts = {file.name: file.read_text().replace("#pragma once\n", "") for file in source.templates().glob("*.cuh")}
+    for name, text in parts.items():
+        assert any(text in whole for whole in texts.values()), f"{name} is in no translation unit"
+
+
+def test_every_activation_has_its_struct():
+    assert set(source.ACTIVATION_STRUCTS) == set(ACTIVATIONS)
+    text = (source.templates() / "activation.cuh").read_text()
+    for struct in source.ACTIVATION_STRUCTS.values():
+        assert re.search(rf"struct {struct}\b", text), struct
+
+
+@pytest.mark.parametrize("constant", ["kSharedBytes", "kWorkspaceBytes"])
+@pytest.mark.parametrize("path", ["sm90", "portable"])
+def test_the_unit_asserts_what_schedule_counts(path: str, constant: str):
+    text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>\g<2>0;", rendered(path))
+    assert count == 1
+    with pytest.raises(CompileError, match=r"schedule\.py and the template disagree"):
+        compiler.build(text, "sm_90a", name="disagree")
+
+
+# ---- code
+
+
+@dataclass(frozen=True)
+class Build:
+    """A problem and the schedule that is picked for it, or one given in full."""
+
+    arch: str
+    kind: str
+    layout: str = "contiguous"
+    case: Case = LEAD
+    path: str = "portable"
+    alignment: int = 16
+    schedule: Schedule | None = None
+
+    def __str__(self) -> str:
+        form = "-gather" if self.chosen.gather else ""
+        return f"{self.path}-{self.arch}-{self.kind}-{self.layout}-{self.alignment}-{self.case}{form}"
+
+    @property
+    def problem(self) -> SeparableConv2dProblem:
+        return problem_of(self.case, self.kind, self.layout, self.alignment)
+
+    @property
+    def chosen(self) -> Schedule:
+        return self.schedule or candidates(self.problem, self.arch, self.path)[0]
+
+    def cubin(self) -> Cubin:
+        return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
+
+
+BLOCK = replace(LEAD, mid_activation="relu6", activation="silu", dw_bias=True, pw_bias=True)
+WIDE = Case(n=32, c=512, o=512, h=14, w=14, mid_activation="relu", dw_bias=False)
+ODD = Case(c=37, o=21, h=33, w=31, kernel=(2, 4), stride=(2, 1), dilation=(1, 3), mid_activation="hardswish")
+STRIDED = Case(n=32, c=96, o=24, h=56, w=56, stride=2, kernel=(5, 5), padding=2, activation="gelu")
+LARGE = Case(c=96, o=96, h=56, w=56, kernel=(13, 13), padding=6, activation="gelu_tanh")
+LONG = Case(n=8, c=512, o=512, h=1, w=200, kernel=(1, 87), dilation=(1, 2), padding=(0, 86))
+FAR = Case(c=64, o=64, h=64, w=64, padding=200, dilation=200)
+
+#: Every architecture in both layouts and all arithmetics, and the forms of the portable kernel on one or two of them.
+PORTABLE = [
+    *(Build(arch, kind, LAYOUTS[(i + j) % 2]) for i, arch in enumerate(ARCHS) for j, kind in enumerate(KINDS)),
+    Build("sm_80", "ieee", "channels_last", BLOCK),
+    Build("sm_120a", "bf16", "contiguous", BLOCK),
+    Build("sm_86", "ieee", "contiguous", WIDE),
+    Build("sm_90a", "fp16", "channels_last", WIDE),
+    Build("sm_89", "ieee", "contiguous", ODD, alignment=4),
+    Build("sm_100a", "bf16", "channels_last", ODD, alignment=2),
+    Build("sm_86", "tf32", "channels_last", STRIDED),
+    Build("sm_90a", "ieee", "contiguous", STRIDED),
+    Build("sm_86", "ieee", "channels_last", LARGE),
+    Build("sm_80", "fp16", "contiguous", LARGE),
+    Build("sm_120a", "tf32", "contiguous", LONG, alignment=4),
+    Build("sm_89", "bf16", "channels_last", FAR),
+    Build("sm_80", "ieee", "contiguous", FAR, alignment=4),
+]
+SM90 = [
+    *(Build("sm_90a", kind, layout, path="sm90") for kind in KINDS for layout in LAYOUTS),
+    Build("sm_90a", "ieee", "channels_last", BLOCK, path="sm90"),
+    Build("sm_90a", "bf16", "channels_last", WIDE, path="sm90"),
+]
+#: The instruction of the pointwise GEMM, as nvdisasm writes it.
+MMA = {
+    "sm90": {
+        "ieee": r"HGMMA\.64x\d+x16\.F32 ",
+        "tf32": r"HGMMA\.64x\d+x8\.F32\.TF32 ",
+        "fp16": r"HGMMA\.64x\d+x16\.F32 ",
+        "bf16": r"HGMMA\.64x\d+x16\.F32\.BF16 ",
+    },
+    "portable": {
+        "ieee": r"HMMA\.16816\.F32 ",
+        "tf32": r"HMMA\.1688\.F32\.TF32 ",
+        "fp16": r"HMMA\.16816\.F32 ",
+        "bf16": r"HMMA\.16816\.F32\.BF16 ",
+    },
+}
+
+
+@cache
+def nvdisasm() -> Path:
+    """From the package nvidia-cuda-nvdisasm, which lies where CUDA 12 or CUDA 13 packages do."""
+    roots = find_spec("nvidia").submodule_search_locations
+    found = [file for root in roots for file in sorted(Path(root).glob("*/bin/nvdisasm"))]
+    assert found, f"nvdisasm is missing in {list(roots)}; install cutlass_sep[test]"
+    return found[0]
+
+
+def sass(cubin: Cubin, folder: Path) -> str:
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin.code)
+    return subprocess.run([nvdisasm(), "-c", file], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("build", [*SM90, *PORTABLE], ids=str)
+def test_code(build: Build, tmp_path: Path):
+    """Tensor instructions of the right kind and no other, no traps, no spilled registers, no serialised wgmma."""
+    cubin = build.cubin()
+    assert set(cubin.resources) == {"pack_weights", "separable2d"}
+    text = sass(cubin, tmp_path)
+    wanted = MMA[build.path][build.kind]
+    assert re.search(wanted, text)
+    assert not [line for line in text.splitlines() if re.search(r"\bHG?MMA\b", line) and not re.search(wanted, line)]
+    # What an atom that the target lacks turns into.
+    assert "BPT.TRAP" not in text and "vprintf" not in text
+    assert {name: used.spill_bytes for name, used in cubin.resources.items()} == {"pack_weights": 0, "separable2d": 0}
+    # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin).
+    assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", cubin.log), cubin.log
+    if build.path == "portable":
+        # cp.async of 16 bytes: the weights always; x, with zeros at its edges, where 16 bytes of channels are aligned.
+        vectors = build.layout == "channels_last" and build.problem.alignment == 16 and not build.chosen.gather
+        assert re.search(r"\bLDGSTS\.E\.BYPASS\.\S*128 ", text)
+        assert ("ZFILL" in text) == vectors
+        # y: 16 bytes of output channels a lane.
+        if vectors and build.kind in ("fp16", "bf16") and build.chosen.tile_oc % 32 == 0:
+            assert "STG.E.128" in text
+
+
+def test_forms_of_the_portable_kernel():
+    """The sample above holds both: with a window in shared memory, and gathering from global memory."""
+    forms = {str(build.case): build.chosen.gather for build in PORTABLE}
+    assert forms[str(FAR)] and not forms[str(LARGE)] and not forms[str(LONG)]
