@@ -51,7 +51,7 @@ def of_capability(capability: tuple[int, int]) -> str:
         raise EnvironmentProblem(
             f"compute capability {capability[0]}.{capability[1]} has no kernels; targets are {', '.join(ARCHS)}"
         )
-    return fitting[-1]
+    return max(fitting, key=ARCHS.__getitem__)
 
 
 def of_device(index: int) -> str:

@@ -1,0 +1,38 @@
+"""Which target serves which device."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutlass_sep import arch
+from cutlass_sep.errors import EnvironmentProblem
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["as listed", "reversed"])
+@pytest.mark.parametrize(
+    ("capability", "target"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_86"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((10, 0), "sm_100a"),
+        ((12, 0), "sm_120a"),
+    ],
+)
+def test_a_device_gets_the_newest_target_that_it_loads(capability, target, order, monkeypatch):
+    monkeypatch.setattr(arch, "ARCHS", dict(list(arch.ARCHS.items())[::order]))
+    assert arch.of_capability(capability) == target
+    assert arch.runs_on(target, capability)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (9, 1), (10, 3), (13, 0)])
+def test_a_device_without_a_target(capability):
+    with pytest.raises(EnvironmentProblem, match=f"compute capability {capability[0]}.{capability[1]} has no kernels"):
+        arch.of_capability(capability)
+    assert not any(arch.runs_on(target, capability) for target in arch.ARCHS)
+
+
+def test_every_target_has_its_shared_memory():
+    assert list(arch.SHARED_BYTES) == list(arch.ARCHS)
