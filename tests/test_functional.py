@@ -381,7 +381,7 @@ def error_cases() -> list:
         ("float_stride", ValueError, "stride", (x, dw, pw), {"stride": 1.5}),
         ("same_upper_case", ValueError, "SAME", (x, dw, pw), {"padding": "SAME"}),
         ("same_strided", RuntimeError, "same", (x, dw, pw), {"padding": "same", "stride": 2}),
-        ("mid_activation", ValueError, "mid_activation", (x, dw, pw), {"mid_activation": "tanh"}),
+        ("mid_activation", ValueError, "mid_activation", (x, dw, pw), {"mid_activation": "relu8"}),
         ("activation", ValueError, "activation", (x, dw, pw), {"activation": "GELU"}),
         ("precision", ValueError, "fp32_precision", (x, dw, pw), {"fp32_precision": "high"}),
         ("empty_height", RuntimeError, "height", (z(2, 4, 0, 5), z(4, 1, 2, 2), pw), {"padding": 1}),

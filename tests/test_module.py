@@ -244,7 +244,7 @@ def test_same_and_valid(device: str, kernel: tuple[int, int]):
         ({"kernel_size": (3, 3, 3)}, "kernel_size"),
         ({"in_channels": 0}, "in_channels"),
         ({"out_channels": -2}, "out_channels"),
-        ({"mid_activation": "tanh"}, "mid_activation"),
+        ({"mid_activation": "relu8"}, "mid_activation"),
         ({"activation": "GELU"}, "activation"),
         ({"fp32_precision": "high"}, "fp32_precision"),
     ],

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import gpu.accuracy
 import pytest
+import separable
 import torch
 from separable import Case
 
+from cutlass_sep import estimate, reference, source
 from cutlass_sep.problem import (
     ACTIVATIONS,
     Pads,
@@ -18,7 +21,6 @@ from cutlass_sep.problem import (
     pair,
     resolve_padding,
 )
-from cutlass_sep.reference import ACTIVATIONS as REFERENCE_ACTIVATIONS
 
 
 def problem_of(case: Case, layout: str = "contiguous", dtype: torch.dtype = torch.float32, **options):
@@ -126,5 +128,10 @@ def test_bytes_and_flops_of_the_lead_shape():
     assert problem.flops == pytest.approx(73.5e9, rel=1e-3)
 
 
-def test_every_activation_has_a_reference():
-    assert set(REFERENCE_ACTIVATIONS) == set(ACTIVATIONS) - {None}
+def test_every_table_has_every_activation():
+    names = set(ACTIVATIONS)
+    assert set(reference.ACTIVATIONS) == names - {None}
+    for table in (estimate._ACTIVATION, separable.ACTIVATIONS, gpu.accuracy.ACTIVATIONS, gpu.accuracy.SLOPES):
+        assert set(table) == names
+    check = (source.templates() / "standalone" / "check.py.j2").read_text()
+    assert [name for name in names - {None} if f'    "{name}": ' not in check] == []
