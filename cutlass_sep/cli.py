@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     emit = add(commands, "emit", "Write the CUDA C++ of a problem's kernel.", "emit", problem)
     emit.add_argument("--output", type=Path, metavar="FILE", help="write the source there instead of to stdout")
     emit.add_argument(
-        "--project", type=Path, metavar="DIR", help="write a stand-alone project with its own check.py there"
+        "--project", type=Path, metavar="DIR", help="write a stand-alone project, separable_conv2d, with its check.py"
     )
     compile_ = add(commands, "compile", "Compile a problem's kernel and show what it takes.", "compile", problem)
     compile_.add_argument("--output", type=Path, metavar="FILE", help="write the cubin there")
@@ -83,11 +83,15 @@ def parser() -> argparse.ArgumentParser:
     )
 
     cache = commands.add_parser("cache", help="The disk cache.").add_subparsers(required=True, metavar="ACTION")
-    add(cache, "info", "Where the cache lies and how full it is.", "cache_info")
-    add(cache, "list", "The kernels in it.", "cache_list")
-    add(cache, "clear", "Remove them.", "cache_clear")
+    add(cache, "info", "Where the disk cache lies and how full it is.", "cache_info")
+    add(cache, "list", "The kernels in the disk cache.", "cache_list")
+    add(cache, "clear", "Remove all kernels from the disk cache.", "cache_clear")
     warm = add(cache, "warm", "Compile what a problem, or every layer of a file, will need.", "cache_warm", problem)
-    warm.add_argument("--layers", type=Path, metavar="FILE", help="JSON lines of layers, as benchmarks/layers.jsonl")
+    warm.add_argument(
+        "--layers", type=Path, metavar="FILE",
+        help="JSON lines of layers, as benchmarks/layers.jsonl; of the problem's arguments only --dtype, --layout, "
+        "--fp32-precision, --arch and --path then count",
+    )  # fmt: skip
 
     add(commands, "doctor", "What this machine has and lacks.", "doctor")
     digest = add(commands, "digest", "Compare results files with the kernels as they are now.", "digest")
@@ -138,7 +142,8 @@ def _problem_arguments() -> argparse.ArgumentParser:
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite", metavar="lead|FILE",
-        help="'lead' (the lead shape in every dtype) or a file of layers; default: the one problem of the arguments",
+        help="'lead' (the lead shape in every dtype) or a file of layers; of the problem's arguments only --dtype, "
+        "--fp32-precision and --path then count; default: the one problem of the arguments",
     )  # fmt: skip
     bench.add_argument(
         "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
