@@ -1,4 +1,5 @@
-# One command sets up and runs the demonstration, one the tests. Both need only python3 >= 3.10 with venv, and pip.
+# One command sets up and runs the demonstration, one the tests. Both need only python3 >= 3.10 with venv, and pip;
+# tests of stand-alone projects also a C++ compiler, and are skipped without one.
 PYTHON ?= python3
 VENV ?= .venv
 # Installed only where torch cannot be imported from VENV; TORCH='torch==2.13.0 --index-url ...' picks another build.
