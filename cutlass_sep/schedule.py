@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,15 @@ NARROW_MAP = (14, 28)
 _MULTIPROCESSORS = 128
 #: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+#: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
+#: group of packed pointwise weights.
+MAX_EXTENT = 2**29
+MAX_STRIDE = 2**20
+MAX_WEIGHTS = 2**36
+#: The fields of a Schedule that are positive integers.
+_COUNTS = (
+    "tile_oc", "slot_channels", "blocks", "warps_q", "warpgroups", "row_slots", "weight_slots", "staging_groups",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,12 @@ class Schedule:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Schedule:
-        return cls(**data)
+        """The schedule that `to_json` wrote. ValueError for anything but a dict of its fields; values are unchecked."""
+        try:
+            return cls(**data)
+        except TypeError as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"schedule must be a dict of {names}; got {data!r} ({error})") from None
 
     def tile_description(self, problem: SeparableConv2dProblem) -> TileDescription:
         """This schedule as CUTLASS describes it, for `problem`'s data type."""
@@ -352,28 +366,51 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
         known = ", ".join(map(repr, PATHS))
         raise ValueError(f"path={path!r} is unknown; it must be one of {known} here ('torch' always runs)")
     archs.check(arch)
+    if (reason := _out_of_reach(problem, path, arch)) is not None:
+        return Support(False, reason)
+    if path == "sm90" and not _ranked(representative(problem), path, arch):
+        return Support(False, "no tile's window of x and weights fit into shared memory and registers")
+    return Support(True)
+
+
+def _out_of_reach(problem: SeparableConv2dProblem, path: str, arch: str) -> str | None:
+    """Why no schedule of `path` can run this problem on `arch`, whatever its tiles are; None if one may."""
     if problem.dtype not in KERNEL_DTYPES:
-        return Support(False, f"dtype {problem.dtype} has no kernels")
+        return f"dtype {problem.dtype} has no kernels"
+    p = problem
+    for what, largest, limit in (
+        ("an extent or padding", max(p.n, p.c, p.h, p.w, p.o, p.p, p.q, *p.padding), MAX_EXTENT),
+        ("a stride", max(p.stride), MAX_STRIDE),
+        ("the number of pointwise weights", p.c * p.o, MAX_WEIGHTS),
+    ):
+        if largest > limit:
+            return f"{what} of {largest} exceeds {limit}: kernels count in 32 bits"
     if path == "sm90":
         if arch != "sm_90a":
-            return Support(False, f"path sm90 needs wgmma and TMA of sm_90a, the target is {arch}")
+            return f"path sm90 needs wgmma and TMA of sm_90a, the target is {arch}"
         if problem.alignment < 16:
             inner = "C and O" if problem.layout == "channels_last" else "W and Q"
-            size = problem.element_size
-            return Support(False, f"TMA needs 16-byte aligned tensors and rows: {inner} times {size} bytes, addresses")
-        if not _ranked(representative(problem), path, arch):
-            return Support(False, "no tile's window of x and weights fit into shared memory and registers")
-    return Support(True)
+            return f"TMA needs 16-byte aligned tensors and rows: {inner} times {p.element_size} bytes, addresses"
+        if p.n * p.p * -(-p.q // 8) * -(-p.o // 8) >= 2**31:
+            return "path sm90 counts work items in 32 bits, there may be more"
+    return None
 
 
 def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Support:
     """Whether this schedule can run this problem on `arch`, and if not, why not."""
+    if (reason := _malformed(schedule)) is not None:
+        return Support(False, reason)
+    if (reason := _out_of_reach(problem, schedule.path, arch)) is not None:
+        return Support(False, reason)
     geometry = Geometry(problem, schedule)
     if schedule.slot_channels * problem.element_size % 128:
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")
     if schedule.path == "sm90":
         if geometry.split and schedule.slot_channels != 64:
             return Support(False, "the fp32-grade form takes 64 channels at a time: then its sums leave the MMAs")
+        if geometry.store_groups % schedule.staging_groups:
+            reason = f"staging_groups={schedule.staging_groups} is no divisor of the {geometry.store_groups} stores"
+            return Support(False, reason)
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
@@ -395,6 +432,28 @@ def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Sup
     if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{geometry.shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
     return Support(True)
+
+
+def _malformed(schedule: Schedule) -> str | None:
+    """Why this is no schedule of any problem, or None."""
+    if schedule.path not in PATHS:
+        return f"path={schedule.path!r} must be one of {', '.join(map(repr, PATHS))}"
+    if type(schedule.gather) is not bool:
+        return f"gather={schedule.gather!r} must be True or False"
+    for name in _COUNTS:
+        value = getattr(schedule, name)
+        if type(value) is not int or value < 1:
+            return f"{name}={value!r} must be a positive integer"
+    if schedule.warps_q not in (1, 2, 4):
+        return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
+    if schedule.path == "portable":
+        # More threads than PORTABLE_REGISTERS of each leave room for do not fit into a multiprocessor.
+        return None if schedule.warpgroups <= 2 else f"warpgroups={schedule.warpgroups} must be 1 or 2"
+    if schedule.warpgroups not in CONSUMER_REGISTERS:
+        return f"warpgroups={schedule.warpgroups} must be one of {', '.join(map(str, CONSUMER_REGISTERS))}"
+    if schedule.tile_oc not in TILE_OCS:
+        return f"tile_oc={schedule.tile_oc} must be one of {', '.join(map(str, TILE_OCS))}, the widths of wgmma"
+    return "gather=True: only path portable gathers" if schedule.gather else None
 
 
 def _legal(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterator[Schedule]:

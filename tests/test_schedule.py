@@ -11,7 +11,7 @@ from problems import KINDS, LAYOUTS, LEAD, problem_of
 from separable import Case
 
 from cutlass_sep.arch import ARCHS, SHARED_BYTES
-from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.problem import Pads, SeparableConv2dProblem
 from cutlass_sep.schedule import (
     PATHS,
     PORTABLE_CANDIDATES,
@@ -114,6 +114,14 @@ def test_refusals_say_why():
         (portable(blocks=4, tile_oc=128), "sm_80", "registers a thread"),
         (portable(slot_channels=512), "sm_80", "bytes of shared memory"),
         (portable(slot_channels=64, blocks=2, warps_q=1, warpgroups=2), "sm_86", "bytes of shared memory"),
+        (portable(tile_oc=0), "sm_80", "tile_oc=0 must be a positive integer"),
+        (portable(tile_oc="64"), "sm_80", "tile_oc='64' must be a positive integer"),
+        (portable(slot_channels=-32), "sm_80", "slot_channels=-32 must be a positive integer"),
+        (portable(blocks=1.5), "sm_80", "blocks=1.5 must be a positive integer"),
+        (portable(warps_q=3), "sm_80", "warps_q=3 must be 1, 2 or 4"),
+        (portable(warpgroups=3), "sm_80", "warpgroups=3 must be 1 or 2"),
+        (portable(gather="no"), "sm_80", "gather='no' must be True or False"),
+        (replace(portable(), path="torch"), "sm_80", "path='torch' must be one of 'sm90', 'portable'"),
     ],
 )
 def test_illegal_on_portable(schedule: Schedule, arch: str, reason: str):
@@ -129,6 +137,13 @@ def test_illegal_on_portable(schedule: Schedule, arch: str, reason: str):
         ({"blocks": 4, "warps_q": 4}, "TMA's box of 256"),
         ({"blocks": 3}, "registers a thread"),
         ({"row_slots": 50}, "bytes of shared memory"),
+        # A ring without a slot would wait for ever; stores that are no whole number of groups would be left out.
+        ({"weight_slots": 0}, "weight_slots=0 must be a positive integer"),
+        ({"staging_groups": 3}, "staging_groups=3 is no divisor of the 8 stores"),
+        ({"warpgroups": 4}, "warpgroups=4 must be one of 1, 2, 3"),
+        ({"warps_q": 0}, "warps_q=0 must be a positive integer"),
+        ({"tile_oc": 72}, "tile_oc=72 must be one of"),
+        ({"gather": True}, "only path portable gathers"),
     ],
 )
 def test_illegal_on_sm90(change: dict, reason: str):
@@ -137,6 +152,42 @@ def test_illegal_on_sm90(change: dict, reason: str):
     assert check(problem, legal, "sm_90a")
     refused = check(problem, replace(legal, **change), "sm_90a")
     assert not refused and reason in refused.reason
+
+
+def test_a_schedule_does_not_lift_what_its_path_asks_for():
+    """wgmma compiles for other architectures too, into a trap."""
+    problem = problem_of()
+    fast = candidates(problem, "sm_90a", "sm90")[0]
+    assert check(problem, fast, "sm_90a")
+    assert "sm_100a" in check(problem, fast, "sm_100a").reason
+    assert "16-byte" in check(replace(problem, alignment=4), fast, "sm_90a").reason
+    assert "float64" in check(replace(problem, dtype="float64", fp32_precision=None), portable(), "sm_90a").reason
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"h": 2**30}, 2**30), ({"padding": Pads(2**31, 0, 0, 0)}, 2**31 + 510), ({"stride": (1, 2**31)}, 2**31),
+     ({"o": 2**30}, 2**30), ({"c": 2**19, "o": 2**18}, 2**37)],
+)  # fmt: skip
+def test_numbers_that_kernels_cannot_count(change: dict, named: int):
+    problem = replace(problem_of(), **change)
+    for path in PATHS:
+        assert str(named) in supports(problem, path, "sm_90a").reason
+    assert candidates(problem, "sm_90a") == []
+
+
+def test_more_work_items_than_sm90_counts_run_on_portable():
+    problem = replace(problem_of(), n=2**14, h=2**14, w=2**10)
+    assert "32 bits" in supports(problem, "sm90", "sm_90a").reason
+    assert supports(problem, "portable", "sm_90a")
+
+
+def test_json():
+    schedule = candidates(problem_of(), "sm_90a")[0]
+    assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
+    for wrong in ({}, schedule.to_json() | {"slots": 3}, "sm90", [1], None):
+        with pytest.raises(ValueError, match="schedule must be a dict of path, tile_oc"):
+            Schedule.from_json(wrong)
 
 
 # ---- what follows from a schedule
