@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import arch as archs
 from . import dispatch, functional, schedule
 from .module import DepthwiseSeparableConv2d
 from .op import DepthwiseSeparableConv2d as Operation
@@ -53,7 +55,7 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
             return
         f.compile()
         x = args[0] if args else kwargs.get("x")
-        if x is not None and x.is_cuda:
+        if isinstance(x, torch.Tensor) and x.is_cuda:
             f.kernel.load(x.device.index)
         return
     if isinstance(f, DepthwiseSeparableConv2d) and f.plain_reason() is not None:
@@ -62,17 +64,23 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
     plan = dispatch.choose(problem, device)
     if plan.path == "torch":
         return
-    from . import arch, kernel
+    from . import kernel
 
     if device.type == "cuda":
         kernel.kernel_for(problem, device.index, plan).load(device.index)
     else:
-        kernel.Kernel(problem, plan.schedule, arch.default()).cubin  # noqa: B018
+        kernel.Kernel(problem, plan.schedule, archs.default()).cubin  # noqa: B018
 
 
 def supports(op_or_problem: Operation | SeparableConv2dProblem, path: str, arch: str) -> Support:
-    """Whether `path` ("sm90", "portable" or "torch") can run this problem on `arch`; `.reason` says why not."""
+    """Whether `path` ("sm90", "portable" or "torch") can run this problem on `arch`; `.reason` says why not.
+
+    ValueError for unknown paths and architectures, TypeError for anything but an op or a problem.
+    """
     problem = op_or_problem.problem if isinstance(op_or_problem, Operation) else op_or_problem
+    if not isinstance(problem, SeparableConv2dProblem):
+        raise TypeError(f"op_or_problem must be an op or a problem of cutlass_sep, got {op_or_problem!r}")
+    archs.check(arch)
     return Support(True) if path == "torch" else schedule.supports(problem, path, arch)
 
 
@@ -81,13 +89,17 @@ def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[SeparableConv2dProblem,
         args, kwargs = f.call(*args, **kwargs)
     elif f is not functional.depthwise_separable_conv2d:
         raise TypeError(f"f must be a function, module or op of cutlass_sep, got {f!r}")
-    names = ("x", "dw_weight", "pw_weight", "dw_bias", "pw_bias")
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    # As the call itself would take them: an argument too many, too few or given twice raises TypeError.
+    bound = inspect.signature(functional.depthwise_separable_conv2d).bind(*args, **kwargs).arguments
     x = bound["x"]
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
         # What the cast would give, as a meta tensor: same layout, a fresh (aligned) address.
         dtype = torch.get_autocast_dtype(x.device.type)
         bound |= {
-            name: autocast(bound[name].to("meta"), "meta", dtype) for name in names if bound.get(name) is not None
+            name: autocast(value.to("meta"), "meta", dtype)
+            for name, value in bound.items()
+            if isinstance(value, torch.Tensor)
         }
     return SeparableConv2dProblem.from_tensors(**bound), x.device

@@ -105,10 +105,21 @@ class DepthwiseSeparableConv2d:
         return legal[0].path, legal[0], f"the best kernel, although path torch was planned: {chosen.reason}"
 
     def tile_descriptions(self) -> list[TileDescription]:
-        """Legal schedules as CUTLASS describes them, best first; on the path asked for or planned."""
+        """Legal schedules as CUTLASS describes them, best first; on the path asked for or planned.
+
+        Of schedules that differ only in what CUTLASS does not know, the best one stands for all.
+        """
         if self.path == "torch":
             return []
-        return [s.tile_description(self.problem) for s in candidates(self.problem, self.arch, self.path)]
+        tiles = {}
+        for schedule in candidates(self.problem, self.arch, self.path):
+            tile = schedule.tile_description(self.problem)
+            tiles.setdefault(tile_key(tile), tile)
+        return list(tiles.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what is loaded on a device stays with this op."""
+        return self.__dict__ | {"_kernel": None, "_capable": set()}
 
     @property
     def kernel(self) -> Kernel:
@@ -129,7 +140,8 @@ class DepthwiseSeparableConv2d:
     def compile(self, tile_description: TileDescription | None = None) -> Compiled:
         """Build the cubin, or take it from the cache; with a tile description the op changes to that schedule first.
 
-        Raises ValueError for one that is not among `tile_descriptions()`; CompileError, EnvironmentProblem.
+        Raises ValueError for one that is not among `tile_descriptions()`, TypeError for what is none; CompileError,
+        EnvironmentProblem.
         """
         if tile_description is not None:
             self._take(tile_description)
@@ -137,6 +149,14 @@ class DepthwiseSeparableConv2d:
         return Compiled(cubin.code, cubin.resources, cubin.cache_hit, cubin.build_seconds)
 
     def _take(self, tile_description: TileDescription) -> None:
+        from cutlass_library import MathInstruction, TileDescription
+
+        math = getattr(tile_description, "math_instruction", None)
+        if not isinstance(tile_description, TileDescription) or not isinstance(math, MathInstruction):
+            raise TypeError(
+                "tile_description must be a cutlass_library.TileDescription with a MathInstruction, "
+                f"got {tile_description!r}"
+            )
         wanted = tile_key(tile_description)
         legal = [] if self.path == "torch" else candidates(self.problem, self.arch, self.path)
         for schedule in legal:
@@ -159,7 +179,8 @@ class DepthwiseSeparableConv2d:
         """y of these tensors, in `out` if given; on torch's current stream, without a gradient. Builds on first use.
 
         Raises ValueError for other shapes, dtypes or layouts than the op's, for a bias too many or too few, and for an
-        `out` that overlaps an input; RuntimeError for tensors on a device that the op's architecture does not run on.
+        `out` that overlaps an input; TypeError for what is no dense tensor; RuntimeError for tensors on a device that
+        the op's architecture does not run on.
         """
         tensors = (x, dw_weight, pw_weight, dw_bias, pw_bias)
         for name, tensor in zip(_NAMES, tensors, strict=True):
@@ -171,9 +192,11 @@ class DepthwiseSeparableConv2d:
         self._check_device(x.device)
         if out is not None:
             self._check_out(out, tensors)
-        x, y = (t if t is None or t.dim() == 4 else t.unsqueeze(0) for t in (x, out))
         with torch.no_grad():
-            y = self._run(x, *tensors[1:], y)
+            # A kernel reads memory, where a negated view holds the values before their negation.
+            x, *parameters = (t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors)
+            x, y = (t if t is None or t.dim() == 4 else t.unsqueeze(0) for t in (x, out))
+            y = self._run(x, *parameters, y)
             if out is None:
                 return y if len(self._shapes["x"]) == 4 else y.squeeze(0)
             if not out.is_inference():
@@ -190,7 +213,7 @@ class DepthwiseSeparableConv2d:
             )  # fmt: skip
             return y.contiguous(memory_format=memory_format) if out is None else out.copy_(y)
         y = out
-        if y is None or y.data_ptr() % p.alignment:
+        if y is None or y.data_ptr() % p.alignment or y.is_neg():
             y = torch.empty((p.n, p.o, p.p, p.q), dtype=x.dtype, device=x.device, memory_format=memory_format)
         if p.n > 0:
             if not is_dense(x) or x.data_ptr() % p.alignment:
@@ -206,6 +229,9 @@ class DepthwiseSeparableConv2d:
             if shape is not None:
                 raise ValueError(f"{name} is missing, the op is made for one of shape {list(shape)}")
             return
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            got = f"layout {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a dense strided torch.Tensor, got {got}")
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, the op is made for {list(shape)}")
         if tensor.dtype != self._dtype:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from separable import Case, assert_output_close
@@ -11,7 +14,7 @@ import cutlass_sep
 from cutlass_sep import Unsupported, arch, dispatch
 from cutlass_sep import kernel as kernels
 from cutlass_sep.functional import depthwise_separable_conv2d
-from cutlass_sep.op import DepthwiseSeparableConv2d, _overlap
+from cutlass_sep.op import _NAMES, DepthwiseSeparableConv2d, _overlap
 from cutlass_sep.schedule import PATHS, Support, candidates, tile_key
 
 LEAD = Case(n=16, c=64, o=128, h=512, w=512, dw_bias=False, pw_bias=False)
@@ -100,6 +103,31 @@ def test_tile_descriptions_map_back_to_schedules():
     with pytest.raises(ValueError, match="tile_description.*1000"):
         op.compile(other)
     assert len(shapes) > 1
+    other.math_instruction = None
+    for nothing in (other, op.schedule, 0, "first"):
+        with pytest.raises(TypeError, match="tile_description must be"):
+            op.compile(nothing)
+
+
+def test_each_tile_description_is_there_once():
+    """Else compile() could not know which of two schedules is meant."""
+    op = make(Case(n=2, c=64, o=128, h=32, w=32), path="portable")
+    schedules = candidates(op.problem, op.arch, "portable")
+    keys = [tile_key(s.tile_description(op.problem)) for s in schedules]
+    assert len(set(keys)) < len(keys)
+    assert [tile_key(t) for t in op.tile_descriptions()] == list(dict.fromkeys(keys))
+    for tile in op.tile_descriptions():
+        op._take(tile)
+        assert op.schedule == schedules[keys.index(tile_key(tile))]
+
+
+def test_copies_and_pickles_leave_the_loaded_kernel_behind():
+    op = make()
+    op.kernel._launchers[0] = open  # as the driver's handles, it belongs to this process
+    for copied in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+        assert (copied.schedule, copied.source) == (op.schedule, op.source)
+        assert not copied.kernel.loaded(0)
+    assert op.kernel.loaded(0)
 
 
 def test_compile_and_its_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -137,6 +165,7 @@ class StandIn:
         self.launches += 1
         for t in (x, y):
             assert t.data_ptr() % p.alignment == 0
+        assert not any(t is not None and t.is_neg() for t in (x, dw_weight, pw_weight, dw_bias, pw_bias, y))
         y.copy_(
             cutlass_sep.reference.depthwise_separable_conv2d(
                 x, dw_weight, pw_weight, dw_bias, pw_bias, p.stride, p.padding, p.dilation,
@@ -190,6 +219,19 @@ def test_run_copies_what_a_kernel_cannot_read(runnable):
     assert torch.equal(out, want)
 
 
+def test_run_resolves_negated_views(runnable):
+    case = Case(w=32)
+    op = runnable(case)
+    tensors = case.tensors()
+    want = op.run(*tensors)
+    negated = [torch._neg_view(-t) for t in tensors]
+    assert all(t.is_neg() for t in negated)
+    assert torch.equal(op.run(*negated), want)
+    out = torch._neg_view(torch.empty_like(want))
+    assert op.run(*tensors, out=out) is out
+    assert torch.equal(out, want)
+
+
 def test_run_unbatched_and_empty(runnable):
     case = Case(w=32)
     x, *parameters = case.tensors()
@@ -223,6 +265,12 @@ def test_run_takes_exactly_its_own_tensors(runnable):
     for match, call, options in wrong:
         with pytest.raises(ValueError, match=match):
             op.run(*call, **options)
+    for name, value in (("x", x.to_sparse()), ("x", x.tolist()), ("pw_bias", "zeros")):
+        call = [value if n == name else t for n, t in zip(_NAMES, tensors, strict=True)]
+        with pytest.raises(TypeError, match=f"{name} must be a dense"):
+            op.run(*call)
+    with pytest.raises(TypeError, match="out must be a dense"):
+        op.run(*tensors, out=[y])
     with pytest.raises(ValueError, match="dw_bias was given"):
         runnable(Case(w=32, dw_bias=False)).run(*tensors)
     with pytest.raises(RuntimeError, match="cpu and meta"):
@@ -285,6 +333,11 @@ def test_supports():
             assert isinstance(cutlass_sep.supports(subject, path, "sm_90a"), Support)
     with pytest.raises(ValueError, match="path='sm70'"):
         cutlass_sep.supports(op, "sm70", "sm_90a")
+    for path in ("torch", *PATHS):
+        with pytest.raises(ValueError, match="arch='sm_1'"):
+            cutlass_sep.supports(op, path, "sm_1")
+        with pytest.raises(TypeError, match="op_or_problem must be"):
+            cutlass_sep.supports(torch.zeros(1), path, "sm_90a")
 
 
 @pytest.fixture
@@ -322,6 +375,26 @@ def test_explain(no_work):
         cutlass_sep.explain(torch.relu, x)
     with pytest.raises(RuntimeError, match="pw_weight"):
         cutlass_sep.explain(depthwise_separable_conv2d, *LEAD.tensors("meta")[:2], torch.zeros(1, device="meta"))
+
+
+@pytest.mark.parametrize("f", [cutlass_sep.explain, cutlass_sep.warmup])
+def test_explain_and_warmup_take_the_arguments_of_the_call(f, no_work):
+    tensors = LEAD.tensors("meta")
+    module = cutlass_sep.DepthwiseSeparableConv2d(64, 128, 3, device="meta")
+    calls = [
+        ("x", (), {}),
+        ("pw_weight", tensors[:2], {}),
+        ("too many", (*tensors, 1), {}),
+        ("'x'", tensors, {"x": tensors[0]}),
+        ("groups", tensors, {"groups": 64}),
+        ("x must be a torch.Tensor, got NoneType", (None, *tensors[1:]), {}),
+        ("pw_weight must be a torch.Tensor, got list", (*tensors[:2], [1.0]), {}),
+    ]
+    for match, args, kwargs in calls:
+        with pytest.raises(TypeError, match=match):
+            f(depthwise_separable_conv2d, *args, **kwargs)
+    with pytest.raises(TypeError, match="x must be a torch.Tensor, got NoneType"):
+        f(module, None)
 
 
 def test_explain_reckons_with_autocast(no_work, monkeypatch: pytest.MonkeyPatch):
