@@ -16,6 +16,8 @@ from .schedule import PATHS, Schedule, candidates, estimate, supports
 
 #: PyTorch's convolutions are called only where they are estimated to be faster by this factor: the estimates are rough.
 TORCH_MARGIN = 1.5
+#: And by more than this many microseconds: less is lost among launches.
+TORCH_LEAST_US = 6.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,6 @@ def plan(problem: SeparableConv2dProblem, arch: str, path: str | None = None) ->
     kernel, eager_us = candidates(problem, arch)[0], torch_us(problem)
     times = [*estimates.values(), f"PyTorch's two convolutions at {eager_us:.0f} us"]
     reason = "; ".join([f"estimates: {', '.join(times)}", *refused])
-    if eager_us * TORCH_MARGIN < estimate(problem, kernel, arch):
+    if estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):
         return Plan("torch", None, reason)
     return Plan(kernel.path, kernel, reason)

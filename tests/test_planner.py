@@ -75,7 +75,10 @@ def test_the_lead_shape_runs_on_sm90(variant):
     "name", ["mobilenetv1.0.0.ds", "mobilenetv1.1.1.ds", "mobilenetv2.2.1.tail", "xception41.0.conv2"]
 )
 def test_early_and_slim_layers_run_kernels(name, variant):
-    assert plan(layer(name, variant), ARCH).path in ("sm90", "portable")
+    problem = layer(name, variant)
+    chosen = plan(problem, ARCH)
+    # Rows of 150 pixels are not aligned: portable loads them element by element, at times slower than PyTorch.
+    assert chosen.path == "sm90" if problem.alignment == 16 else chosen.path != "sm90"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_a_path_asked_for_runs_or_says_why_not():
     unaligned = replace(problem, alignment=4)
     with pytest.raises(Unsupported, match="path sm90: TMA needs 16-byte aligned"):
         plan(unaligned, ARCH, "sm90")
-    assert plan(unaligned, ARCH).path == "portable"
+    assert plan(unaligned, ARCH).path != "sm90"
     with pytest.raises(ValueError, match="path='fast'"):
         plan(problem, ARCH, "fast")
 
