@@ -68,7 +68,8 @@ def run(
             dw_bias_key, pw_bias_key, stride, padding, dilation, mid_activation, activation, fp32_precision,
         )  # fmt: skip
         launcher = _launchers.get(key)
-    except (RuntimeError, TypeError):  # a sparse tensor has no strides, a list no hash: both are dealt with below
+    except (RuntimeError, TypeError, AttributeError):
+        # Dealt with below: a sparse tensor has no strides, a list no hash, and None is no weight.
         key = launcher = None
     if launcher is not None:
         return launcher(x, dw_weight, pw_weight, dw_bias, pw_bias)

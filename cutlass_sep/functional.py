@@ -42,10 +42,12 @@ def depthwise_separable_conv2d(
         autocast floating tensors are cast to its dtype first, except float64.
 
     Raises:
-        RuntimeError: shapes, mixed dtypes or devices. TypeError: other dtypes, sparse or quantised tensors.
+        RuntimeError: shapes, mixed dtypes or devices. TypeError: other dtypes, sparse or quantised tensors, no tensors.
         ValueError: option values, a depth multiplier. With CUTLASS_SEP_FALLBACK=0 also whatever prevents the kernel.
     """
-    untouched = not torch.compiler.is_compiling() and _untouched(x, dw_weight, pw_weight, dw_bias, pw_bias)
+    untouched = (
+        x is not None and not torch.compiler.is_compiling() and _untouched(x, dw_weight, pw_weight, dw_bias, pw_bias)
+    )
     if untouched and not (torch.is_grad_enabled() and _any_requires_grad(x, dw_weight, pw_weight, dw_bias, pw_bias)):
         # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
         options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
@@ -59,7 +61,8 @@ def depthwise_separable_conv2d(
             depthwise_separable_conv2d, tensors, *tensors, stride=stride, padding=padding, dilation=dilation,
             mid_activation=mid_activation, activation=activation, fp32_precision=fp32_precision,
         )  # fmt: skip
-    if not all(isinstance(t, Tensor) for t in tensors[:3]) or x.dim() not in (3, 4) or dw_weight.dim() != 4:
+    present = (*tensors[:3], *(t for t in tensors[3:] if t is not None))
+    if not all(isinstance(t, Tensor) for t in present) or x.dim() not in (3, 4) or dw_weight.dim() != 4:
         check_tensors(*tensors)  # raises
     stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
     pads = resolve_padding(padding, tuple(dw_weight.shape[2:]), stride, dilation)

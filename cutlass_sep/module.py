@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from . import functional
-from .problem import ACTIVATIONS, PRECISIONS, check_option, pair
+from .problem import ACTIVATIONS, PRECISIONS, check_option, is_integer, pair
 from .reference import activate
 
 
@@ -43,15 +43,14 @@ class DepthwiseSeparableConv2d(nn.Module):
         check_option("mid_activation", mid_activation, ACTIVATIONS)
         check_option("activation", activation, ACTIVATIONS)
         check_option("fp32_precision", fp32_precision, PRECISIONS)
-        options = {"kernel_size": (kernel_size, 1), "stride": (stride, 1), "dilation": (dilation, 1)}
-        if not isinstance(padding, str):
-            options["padding"] = (padding, 0)
+        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
+            if not is_integer(value) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         try:
-            for name, (value, minimum) in options.items():
-                pair(name, value, minimum=minimum)
-            for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
+            kernel_size = pair("kernel_size", kernel_size, minimum=1)
+            stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
+            if not isinstance(padding, str):
+                padding = pair("padding", padding, minimum=0)
         except RuntimeError as error:
             raise ValueError(str(error)) from None
         self.mid_activation, self.activation, self.fp32_precision = mid_activation, activation, fp32_precision

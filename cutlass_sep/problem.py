@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -149,15 +150,23 @@ def check_option(name: str, value: Any, allowed: tuple) -> None:
 
 
 def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
-    """`value` (an int or a pair h, w) as a pair of ints of at least `minimum`; ValueError otherwise."""
+    """`value` (an int or a pair h, w) as a pair of ints of at least `minimum`; ValueError for what is no integer.
+
+    NumPy's integers count as nn.Conv2d takes them; RuntimeError for values below `minimum`.
+    """
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     if len(values) == 1:
         values *= 2
-    if len(values) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+    if len(values) != 2 or not all(is_integer(v) for v in values):
         raise ValueError(f"{name} must be an int or a pair of ints (h, w), got {value!r}")
     if min(values) < minimum:
         raise RuntimeError(f"{name} must be at least {minimum} on both axes, got {value!r}")
-    return values  # type: ignore[return-value]
+    return tuple(v if isinstance(v, int) else int(v) for v in values)  # type: ignore[return-value]
+
+
+def is_integer(value: Any) -> bool:
+    """Whether `value` is an integer, of NumPy too, and no bool."""
+    return isinstance(value, (int, Integral)) and not isinstance(value, bool)
 
 
 def resolve_padding(padding: Any, kernel, stride, dilation) -> Pads:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from separable import ACTIVATIONS, Case, assert_output_close
@@ -243,6 +244,10 @@ def test_same_and_valid(device: str, kernel: tuple[int, int]):
         ({"kernel_size": 0}, "kernel_size"),
         ({"kernel_size": (3, 3, 3)}, "kernel_size"),
         ({"in_channels": 0}, "in_channels"),
+        ({"in_channels": None}, "in_channels"),
+        ({"in_channels": True}, "in_channels"),
+        ({"out_channels": "4"}, "out_channels"),
+        ({"out_channels": 4.0}, "out_channels"),
         ({"out_channels": -2}, "out_channels"),
         ({"mid_activation": "relu8"}, "mid_activation"),
         ({"activation": "GELU"}, "activation"),
@@ -253,6 +258,15 @@ def test_same_and_valid(device: str, kernel: tuple[int, int]):
 def test_constructor_refuses(options: dict, match: str):
     with pytest.raises(ValueError, match=match):
         DepthwiseSeparableConv2d(**{"in_channels": 8, "out_channels": 4, "kernel_size": 3} | options)
+
+
+@pytest.mark.parametrize("three", [(3,), [3, 3], np.int64(3), (np.int64(3), 3)], ids=repr)
+def test_integers_of_any_kind(three):
+    module = DepthwiseSeparableConv2d(np.int64(8), 4, three, stride=three, padding=three, dilation=three)
+    assert module.depthwise.weight.shape == (8, 1, 3, 3)
+    x = torch.randn(1, 8, 5, 6)
+    close(module(x), Plain(module)(x))
+    assert repr(module) == repr(DepthwiseSeparableConv2d(8, 4, 3, stride=3, padding=3, dilation=3))
 
 
 def test_other_padding_modes_are_no_argument():

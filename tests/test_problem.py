@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import gpu.accuracy
+import numpy as np
 import pytest
 import separable
 import torch
@@ -66,7 +67,9 @@ def test_pair():
     assert (
         pair("stride", 2, minimum=1) == pair("stride", [2, 2], minimum=1) == pair("stride", (2,), minimum=1) == (2, 2)
     )
-    for value in (1.0, True, "1", (1, 2, 3), (1, None), ()):
+    of_numpy = pair("stride", (np.int64(2), np.uint8(3)), minimum=1)
+    assert of_numpy == (2, 3) and all(type(value) is int for value in of_numpy)
+    for value in (1.0, True, "1", (1, 2, 3), (1, None), (), np.float32(1), np.True_):
         with pytest.raises(ValueError, match="stride"):
             pair("stride", value, minimum=1)
     with pytest.raises(RuntimeError, match="stride"):
