@@ -6,6 +6,8 @@ Exit status: 0 right, 1 a value or speed check failed, 2 wrong usage, 3 the envi
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ from .errors import CompileError, EnvironmentProblem, Unsupported
 from .problem import ACTIVATIONS, KERNEL_DTYPES, LAYOUTS, PRECISIONS
 
 OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
+#: Largest integer of an argument.
+_MOST = 2**31 - 1
 
 
 class UsageError(Exception):
@@ -23,7 +27,12 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports through `main`, so that --json answers with an object here too."""
+    """Reports through `main`, so that --json answers with an object here too; takes no shortened options, for `main`
+    looks for --json itself.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs, allow_abbrev=False)
 
     def error(self, message: str) -> Any:
         raise UsageError(f"{self.prog}: {message}\n{self.format_usage().rstrip()}")
@@ -31,7 +40,15 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:
+        # Whoever read stdout (`head`, for one) has seen enough. Python would complain once more when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE  # what a shell reports of a program without a handler
+
+
+def _run(argv: list[str]) -> int:
     output = Output(as_json="--json" in argv)
     try:
         args = parser().parse_args(argv)
@@ -45,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CompileError as error:
         status, data = FAILED, _failure(output, error)
     output.result(data)
+    print(end="", flush=True)  # here, where a closed pipe is still dealt with
     return status
 
 
@@ -161,23 +179,30 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def _extent(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive integer")
-    return value
+    values = _integers(text)
+    if len(values) != 1 or not 1 <= values[0] <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {_MOST}")
+    return values[0]
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """The integers of a comma-separated list; none if one is not an integer."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        return ()
 
 
 def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
     """A parser of comma-separated integers >= 0; one value where two are possible counts for both axes."""
 
     def parse(text: str) -> tuple[int, ...]:
-        try:
-            values = tuple(int(part) for part in text.split(","))
-        except ValueError:
-            values = ()
-        if len(values) not in counts or min(values) < 0:
+        values = _integers(text)
+        if len(values) not in counts or not all(0 <= value <= _MOST for value in values):
             wanted = " or ".join(map(str, counts))
-            raise argparse.ArgumentTypeError(f"{text!r} must be {wanted} integers >= 0, separated by commas")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be {wanted} integers from 0 to {_MOST}, separated by commas"
+            )
         return values * 2 if 2 in counts and len(values) == 1 else values
 
     return parse

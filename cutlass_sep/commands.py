@@ -65,12 +65,15 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
     built = _op(args)
     data = _about(built) | {"output": None, "project": None}
     if args.output is not None:
-        args.output.write_text(built.source)
+        _write(args.output, built.source.encode())
         data["output"] = str(args.output)
     if args.project is not None:
         from . import emit as emission
 
-        emission.pytorch(built, "separable_conv2d", args.project)
+        try:
+            emission.pytorch(built, "separable_conv2d", args.project)
+        except OSError as error:
+            raise UsageError(f"--project: {error}") from error
         data["project"] = str(args.project)
         output.say(f"wrote {args.project}; `python check.py` there builds it and compares it with float64")
     if args.output is None and args.project is None:
@@ -87,7 +90,7 @@ def compile(args: argparse.Namespace, output: Output) -> Answer:
     output.say(f"{describe(built.problem)}: path {built.path} for {built.arch}")
     data = _about(built) | {"compile": _compile(built, output), "output": None}
     if args.output is not None:
-        args.output.write_bytes(built.kernel.cubin.code)
+        _write(args.output, built.kernel.cubin.code)
         data["output"] = str(args.output)
         output.say(f"wrote {args.output}")
     return OK, data
@@ -106,6 +109,7 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
     """Rows for the cases asked for; 1 if a value was wrong, a time impossible, or a row slower than its best peer."""
     device = _require_device("bench")
     cases, left_out = _cases(args)
+    _check_results_file(args)
     request = session.Request(
         cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path, samples=args.samples,
         startup=args.startup, output=args.output, append=args.append,
@@ -191,8 +195,8 @@ def digest(args: argparse.Namespace, output: Output) -> Answer:
     for path in files:
         try:
             recorded, now, stale = results.check_digest(path)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} is no results file: {error}") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} is no results file: {type(error).__name__}: {error}") from error
         report.append({"file": str(path), "recorded": recorded, "now": now, "stale": stale})
         state = "current" if recorded == now else f"stale: {stale}" if stale else "DIFFERS: measured with other kernels"
         output.say(f"{now}  {path}  {state}")
@@ -219,19 +223,37 @@ def describe(problem: SeparableConv2dProblem) -> str:
     return ", ".join(filter(None, parts))
 
 
+def _write(path: Path, data: bytes) -> None:
+    """Write what --output asks for. Raises UsageError."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"--output: {error}") from error
+
+
+def _check_results_file(args: argparse.Namespace) -> None:
+    """UsageError, before anything is measured, if the results could not be written or added to --output."""
+    if args.append and args.output is None:
+        raise UsageError("--append needs --output: the file to add to")
+    if args.output is None:
+        return
+    try:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.output, "ab"):  # kept as it is, or made empty
+            pass
+        if args.output.stat().st_size == 0:
+            args.output.unlink()
+        elif args.append:
+            results.load(args.output)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--output: {error}") from error
+
+
 def _op(args: argparse.Namespace) -> op.DepthwiseSeparableConv2d:
     """The op that the arguments describe, made from meta tensors: no GPU needed. Raises UsageError, Unsupported."""
     n, c, h, w = args.shape
     dtype = getattr(torch, args.dtype or "float32")
     format_ = torch.channels_last if args.layout == "channels_last" else torch.contiguous_format
-    with torch.device("meta"):
-        tensors = Tensors(
-            x=torch.empty(n, c, h, w, dtype=dtype, memory_format=format_),
-            dw_weight=torch.empty(c, 1, *args.kernel, dtype=dtype),
-            pw_weight=torch.empty(args.out_channels, c, 1, 1, dtype=dtype),
-            dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
-            pw_bias=torch.empty(args.out_channels, dtype=dtype) if args.bias else None,
-        )
     options = {
         "stride": args.stride,
         "padding": args.padding,
@@ -241,6 +263,14 @@ def _op(args: argparse.Namespace) -> op.DepthwiseSeparableConv2d:
         "fp32_precision": args.fp32_precision or "ieee",
     }
     try:
+        with torch.device("meta"):
+            tensors = Tensors(
+                x=torch.empty(n, c, h, w, dtype=dtype, memory_format=format_),
+                dw_weight=torch.empty(c, 1, *args.kernel, dtype=dtype),
+                pw_weight=torch.empty(args.out_channels, c, 1, 1, dtype=dtype),
+                dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
+                pw_bias=torch.empty(args.out_channels, dtype=dtype) if args.bias else None,
+            )
         SeparableConv2dProblem.from_tensors(*tensors, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
@@ -346,8 +376,8 @@ def _layer_cases(path: Path, args: argparse.Namespace) -> list[Case]:
 def _layer_file(path: Path) -> tuple[list[Case], dict[str, str]]:
     try:
         return inputs.layers(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{path} is no file of layers: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} is no file of layers: {error}") from error
 
 
 def _device() -> torch.device | None:

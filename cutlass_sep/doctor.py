@@ -60,7 +60,7 @@ def healthy(checks: list[Check]) -> bool:
 def _tried(name: str, probe: Callable[[], str], remedy: str) -> Check:
     try:
         return Check(name, True, probe())
-    except (EnvironmentProblem, OSError, RuntimeError, metadata.PackageNotFoundError) as error:
+    except (EnvironmentProblem, OSError, RuntimeError, ValueError, metadata.PackageNotFoundError) as error:
         return Check(name, False, str(error), remedy)
 
 

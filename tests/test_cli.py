@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -142,17 +143,36 @@ def test_cache_commands(run_json, tmp_path):
     assert run_json("cache", "list")[1]["entries"] == []
 
 
-def test_cache_warm_takes_a_file_of_layers(run_json, tmp_path):
+def layer(**fields) -> dict:
     extents = {"batch": 1, "cin": 8, "cout": 8, "h": 8, "w": 8, "kernel": 3, "stride": 1, "padding": 1, "dilation": 1}
     names = ("bias", "pw_bias", "mid_norm", "out_norm", "mid_activation", "out_activation", "se", "residual")
-    layer = {"op": "dwsep2d", **extents, **dict.fromkeys(names), "mid_norm": "BN", "mid_activation": "ReLU"}
+    named = {"id": "a", "op": "dwsep2d", **dict.fromkeys(names), "mid_norm": "BN", "mid_activation": "ReLU"}
+    return {**extents, **named, **fields}
+
+
+def test_cache_warm_takes_a_file_of_layers(run_json, tmp_path):
     path = tmp_path / "layers.jsonl"
-    path.write_text("\n".join(json.dumps({**layer, "id": name, "batch": n}) for n, name in enumerate("abc", 1)))
+    path.write_text("\n\n".join(json.dumps(layer(id=name, batch=n)) for n, name in enumerate("abc", 1)) + "\n")
     status, data = run_json("cache", "warm", "--layers", str(path))
     assert status == 0
     assert len(data["kernels"]) == 3 and len({kernel["key"] for kernel in data["kernels"]}) == 1, (
         "the batch is no constant"
     )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"cin": -1}, {"h": 0}, {"stride": 0}, {"kernel": 0}, {"kernel": 99}, {"cin": None}, {"cin": "8"}, {"cin": 8.5},
+     {"padding": "same"}, {"cout": 10**30}, {"h": 2**31, "w": 2**31}, {"mid_activation": "Mish"}, None],
+    ids=str,
+)  # fmt: skip
+def test_a_file_with_a_line_that_is_no_layer_is_wrong_usage(run_json, tmp_path, fields):
+    path = tmp_path / "layers.jsonl"
+    lines = [layer(), [1] if fields is None else layer(**fields)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    status, data = run_json("cache", "warm", "--layers", str(path))
+    assert (status, data["error"]) == (2, "UsageError")
+    assert f"{path} is no file of layers: line 2" in data["message"]
 
 
 def test_doctor(run, run_json, monkeypatch):
@@ -169,6 +189,13 @@ def test_doctor(run, run_json, monkeypatch):
     assert status == 3 and "MISSING" in out and "no headers here" in out and "remedy" in out
 
 
+def test_doctor_reports_a_wrong_architecture(run_json, monkeypatch):
+    monkeypatch.setenv("CUTLASS_SEP_ARCH", "sm_42")
+    status, data = run_json("doctor")
+    (check,) = (check for check in data["checks"] if check["name"] == "compile")
+    assert status == 3 and not check["ok"] and "sm_42" in check["detail"]
+
+
 def test_digest(run, run_json, tmp_path, monkeypatch):
     where = dict.fromkeys(("gpu", "driver", "torch", "cudnn", "nvrtc", "cutlass", "date"), "x")
     path = tmp_path / "gpu.json"
@@ -182,8 +209,11 @@ def test_digest(run, run_json, tmp_path, monkeypatch):
     path.write_text(json.dumps({**data, "stale": "kernels changed"}))
     status, out, _ = run("digest", str(path))
     assert status == 0 and "stale: kernels changed" in out
-    path.write_text("[]")
-    assert run("digest", str(path))[0] == 2
+    row = {"impl": "cutlass_sep"}
+    for wrong in ([], {"rows": 3}, {"rows": []}, {"rows": [row]}, {"problems": [1]}, {"problems": [{"problem": {}}]}):
+        path.write_text(json.dumps(wrong))
+        status, report = run_json("digest", str(path))
+        assert status == 2 and f"{path} is no results file" in report["message"]
     assert run("digest", str(tmp_path / "absent.json"))[0] == 2
 
 
@@ -251,6 +281,22 @@ def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expe
     assert (case.id, case.problem.c, case.problem.o) == ("custom", 8, 16)
 
 
+def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypatch, tmp_path):
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(session, "run", lambda *args: pytest.fail("measured"))
+    other = tmp_path / "notes.json"
+    other.write_text("{}")
+    for arguments in (
+        ["--append"],
+        ["--output", str(tmp_path)],
+        ["--output", str(other / "out.json")],
+        ["--output", str(other), "--append"],
+    ):
+        status, data = run_json("bench", *SMALL, *arguments)
+        assert status == 2 and "--output" in data["message"]
+    assert other.read_text() == "{}"
+
+
 # --- wrong usage
 
 
@@ -280,12 +326,22 @@ def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expe
         (["cache", "warm", "--layers", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
         (["bench", "--rows", "3"], "--rows"),
         (["bench", "--samples", "0"], "--samples"),
+        (["emit", "--out-channels", "many"], "--out-channels"),
+        (["emit", "--out-channels", "9" * 30], "--out-channels"),
+        (["emit", "--shape", f"{2**31},8,8,8"], "--shape"),
+        (["emit", "--shape", f"1,8,{2**31 - 1},{2**31 - 1}"], "overflow"),
+        # Shortened options are none: --js would print an object among other text.
+        (["emit", "--js"], "--js"),
+        (["emit", *SMALL, "--output", "/nonexistent/a.cu"], "--output: [Errno 2]"),
+        (["emit", *SMALL, "--output", "/"], "--output: [Errno 21]"),
+        (["emit", *SMALL, "--project", "/dev/null/project"], "--project: [Errno 20]"),
+        (["compile", *SMALL, "--path", "portable", "--output", "/nonexistent/a.cubin"], "--output: [Errno 2]"),
     ],
 )
 def test_wrong_usage_exits_2_and_names_what(run, run_json, arguments, named):
     status, out, err = run(*arguments)
     assert status == 2
-    assert out == ""
+    assert out == "" or arguments[0] == "compile"
     assert named in err
     status, data = run_json(*arguments)
     assert status == 2 and named in data["message"]
@@ -319,6 +375,16 @@ def test_python_dash_m_is_the_same_command(tmp_path):
     command = [sys.executable, "-m", "cutlass_sep", "cache", "info", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout)["path"] == str(tmp_path)
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cutlass_sep", "emit", *SMALL]
+    for arguments in (command, [*command, "--json"]):
+        done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    os.close(writer)
 
 
 def test_help_needs_no_compiler():

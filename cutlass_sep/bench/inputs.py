@@ -71,15 +71,26 @@ def variant(case: Case, dtype: str, layout: str, fp32_precision: str | None) -> 
 
 
 def layers(path: Path) -> tuple[list[Case], dict[str, str]]:
-    """The layer set of a JSON-lines file in float32: the cases, and {id: reason} of those that cannot be expressed."""
+    """The layer set of a JSON-lines file in float32: the cases, and {id: reason} of those that cannot be expressed.
+
+    Raises OSError, or ValueError naming the line that is no layer.
+    """
     cases, left_out = [], {}
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
-        reason = _inexpressible(row)
-        if reason:
-            left_out[row["id"]] = reason
-        else:
-            cases.append(_layer(row))
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            reason = _inexpressible(row)
+            if reason:
+                left_out[row["id"]] = reason
+            else:
+                cases.append(_layer(row))
+                # Whatever a call would refuse.
+                problem = cases[-1].problem
+                SeparableConv2dProblem.from_tensors(*tensors(problem, "meta"), **options(problem))
+        except (ValueError, KeyError, TypeError, RuntimeError, ArithmeticError) as error:
+            raise ValueError(f"line {number}: {type(error).__name__}: {error}") from error
     return cases, left_out
 
 
