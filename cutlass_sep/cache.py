@@ -61,7 +61,11 @@ class Entry:
 def root() -> Path | None:
     """The cache folder: CUTLASS_SEP_CACHE_DIR, else the user's cache folder; None where there is neither."""
     if override := os.environ.get("CUTLASS_SEP_CACHE_DIR"):
-        return Path(override).absolute()
+        # Only shells turn "~" into the home folder, and not where it is quoted or set in a configuration file.
+        try:
+            return Path(override).expanduser().absolute()
+        except (RuntimeError, FileNotFoundError):  # there is no home; a relative path, and the current folder is gone
+            return None
     import platformdirs
 
     try:

@@ -380,6 +380,24 @@ def test_there_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert os.listdir(tmp_path) == []
 
 
+def test_home_is_put_for_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", "~/kernels")
+    assert cache.root() == tmp_path / "kernels"
+
+
+def test_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", "relative")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert cache.root() is None
+    builds_in_memory_only(caplog)
+
+
 def test_home_is_not_needed(folder: Path) -> None:
     process = start(BUILD_AND_PRINT, {"HOME": None, "XDG_CACHE_HOME": None})
     ((result, err),) = release_together([process])
