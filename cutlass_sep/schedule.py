@@ -30,8 +30,8 @@ PORTABLE_TILE_OCS = (16, 32, 48, 64, 96, 128)
 PORTABLE_REGISTERS = 216
 #: Schedules that `candidates` proposes on portable.
 PORTABLE_CANDIDATES = 6
-#: Measured over estimated time of portable by how it loads x: 16 bytes of channels, 16 bytes of a row and a transpose, or
-#: (unaligned) element by element. From 14 layers of MobileNets on an H200; the estimates scatter by a factor of 1.5.
+#: Measured over estimated time of portable by how it loads x: 16 bytes of channels, 16 bytes of a row and a transpose,
+#: or (unaligned) element by element. From 14 layers of MobileNets on an H200; the estimates scatter by a factor of 1.5.
 _PORTABLE_FIT = {"channels": 1.75, "columns": 2.5, "elements": 5.3}
 #: By how much the estimate of a portable schedule must be better than that of one on sm90.
 _PORTABLE_MARGIN = 1.25
