@@ -181,7 +181,8 @@ def _compile(source: str, arch: str, name: str, key: str, store: cache.Store) ->
 
 def discard(cubin: Cubin) -> None:
     """Forget a cubin that the driver refused to load, in this process and on disk: the next build compiles it anew."""
-    logger.warning("the driver does not load the cubin of entry %s in %s; building it again", cubin.key[:32], cache.root())
+    entry = cubin.key[:32]
+    logger.warning("the driver does not load the cubin of cache entry %s in %s; it is built again", entry, cache.root())
     with _lock:
         _memory.pop(cubin.key, None)
     cache.store().discard(cubin.key)
