@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, reference
 from .problem import (
@@ -99,10 +98,12 @@ class SeparableConv2d(torch.autograd.Function):
             return forward_op.redispatch(keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
         needed = ctx.needs_input_grad[1:6]
-        gradients = iter(backward_op(grad, *ctx.saved_tensors, *ctx.options, needed))
+        # Under create_graph autograd must know that the gradients depend on the saved tensors too, or it takes their
+        # own derivatives for zero; torch's once_differentiable marks only what depends on `grad`.
+        gradients_of = Gradients.apply if torch.is_grad_enabled() else backward_op
+        gradients = iter(gradients_of(grad, *ctx.saved_tensors, *ctx.options, needed))
         return None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
 
 
@@ -123,12 +124,12 @@ class TransformedSeparableConv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         needed = ctx.needs_input_grad[:5]
-        gradients = iter(TransformedGradients.apply(grad, *ctx.saved_tensors, *ctx.options, needed))
+        gradients = iter(Gradients.apply(grad, *ctx.saved_tensors, *ctx.options, needed))
         return *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
 
 
-class TransformedGradients(torch.autograd.Function):
-    """Gradients whose own derivative raises: torch.func would take what is not recorded for zero."""
+class Gradients(torch.autograd.Function):
+    """Gradients whose own derivative raises: autograd and torch.func would take what is not recorded for zero."""
 
     generate_vmap_rule = True
 

@@ -332,8 +332,35 @@ def test_second_derivative_raises(device: str):
     tensors = leaves(Case().tensors(device))
     y = separable(*tensors, **Case().options)
     (gradient,) = torch.autograd.grad(y.square().sum(), tensors[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(NotImplementedError, match="no second derivative"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("of", ["hvp", "jvp", "gradient_penalty"])
+def test_second_derivative_is_not_taken_for_zero(device: str, of: str):
+    """The incoming gradient is a constant here: only the saved tensors carry the dependence."""
+    x, dw_weight, *rest = leaves(Case().tensors(device))
+
+    def f(x: Tensor) -> Tensor:
+        return separable(x, dw_weight, *rest, **Case().options | {"activation": "silu"})
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        if of == "hvp":
+            torch.autograd.functional.hvp(lambda x: f(x).sum(), x.detach(), x.detach())
+        elif of == "jvp":
+            torch.autograd.functional.jvp(f, x.detach(), x.detach())
+        else:
+            (gradient,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+
+
+def test_create_graph_gives_the_same_gradients(device: str):
+    tensors = leaves(Case().tensors(device))
+    y = separable(*tensors, **Case().options).sum()
+    plain = torch.autograd.grad(y, tensors, retain_graph=True)
+    recorded = torch.autograd.grad(y, tensors, create_graph=True)
+    assert all(g.requires_grad for g in recorded) and not any(g.requires_grad for g in plain)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
 
 
 # ---- empty batches and errors ----
