@@ -70,7 +70,7 @@ def _gpu() -> Check:
     index = torch.cuda.current_device()
     major, minor = torch.cuda.get_device_capability(index)
     found = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-    remedy = "use a GPU of compute capability 8.0 or newer"
+    remedy = "use a GPU that one of the targets is for"
     return _tried("gpu", lambda: f"{found}, target {arch.of_device(index)}", remedy)
 
 
