@@ -19,14 +19,11 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_kernel import ARCH, SOURCE, build, forget
 
 from cutlass_sep import cache, compiler
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= 3.0f; }\n'
-ARCH = "sm_80"
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this test's own, not yet on disk."""
@@ -35,19 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forget()
     yield path
     forget()
-
-
-def forget() -> None:
-    """What a new process would not know."""
-    compiler._memory.clear()
-    compiler._walks.clear()
-    cache._store.cache_clear()
-
-
-def build(source: str = SOURCE, arch: str = ARCH) -> compiler.Cubin:
-    """Build as a new process would."""
-    forget()
-    return compiler.build(source, arch, name="scale")
 
 
 def entries(folder: Path, suffix: str = ".cubin") -> list[Path]:
@@ -222,6 +206,14 @@ def test_a_cubin_the_driver_refuses_is_built_anew(folder: Path) -> None:
     assert entries(folder) == []
     assert not compiler.build(SOURCE, ARCH, name="scale").cache_hit
     assert len(entries(folder)) == 1
+
+
+def test_a_discarded_cubin_is_said_and_built_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cubin = build()
+    compiler.discard(cubin)
+    [warning] = warnings(caplog)
+    assert cubin.key[:32] in warning and str(folder) in warning
+    assert not build().cache_hit
 
 
 # --- one build a key, across processes -----------------------------------------------------------------------------

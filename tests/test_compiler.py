@@ -16,13 +16,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tiny_kernel import ARCH, SOURCE, build, forget
 
 from cutlass_sep import cache, compiler, headers, toolchain
 from cutlass_sep.errors import CompileError, EnvironmentProblem, UnsupportedArch
 
 REPOSITORY = Path(__file__).parents[1]
-SOURCE = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= 3.0f; }\n'
-ARCH = "sm_80"
 #: What the kernels include, roughly: arch-level CuTe and CUTLASS.
 CUTLASS_SOURCE = """
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -43,19 +42,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     forget()
     yield path
     forget()
-
-
-def forget() -> None:
-    """What a new process would not know."""
-    compiler._memory.clear()
-    compiler._walks.clear()
-    cache._store.cache_clear()
-
-
-def build(source: str = SOURCE, arch: str = ARCH) -> compiler.Cubin:
-    """Build as a new process would."""
-    forget()
-    return compiler.build(source, arch, name="scale")
 
 
 def python(code: str, **environment: str | None) -> str:

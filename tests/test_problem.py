@@ -134,7 +134,7 @@ def test_bytes_and_flops_of_the_lead_shape():
 def test_every_table_has_every_activation():
     names = set(ACTIVATIONS)
     assert set(reference.ACTIVATIONS) == names - {None}
-    for table in (estimate._ACTIVATION, separable.ACTIVATIONS, gpu.accuracy.ACTIVATIONS, gpu.accuracy.SLOPES):
+    for table in (estimate._ACTIVATION, separable.ACTIVATIONS, gpu.accuracy.SLOPES):
         assert set(table) == names
     check = (source.templates() / "standalone" / "check.py.j2").read_text()
     assert [name for name in names - {None} if f'    "{name}": ' not in check] == []

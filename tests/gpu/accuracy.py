@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from separable import ACTIVATION_ROUNDINGS, ACTIVATIONS
 from torch import Tensor
 
 from cutlass_sep import reference
@@ -31,19 +32,8 @@ SPLIT_LOSS = 2.0**-21 + 2.0**-21 + 2.0**-22
 PROMOTION = 64
 #: Half the distance of fp16's smallest numbers.
 FP16_TINY = 2.0**-25
-#: Roundings in one evaluation of an activation, counted high; each is relative to the argument, the larger of both.
-ACTIVATION_ROUNDINGS = 8
 #: Largest slope of each activation, rounded up.
 SLOPES = {None: 1.0, "relu": 1.0, "relu6": 1.0, "silu": 1.1, "hardswish": 1.5, "gelu": 1.13, "gelu_tanh": 1.13}
-ACTIVATIONS = {
-    None: lambda z: z,
-    "relu": F.relu,
-    "relu6": F.relu6,
-    "silu": F.silu,
-    "hardswish": F.hardswish,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
-}
 #: fp32-grade: largest relative error (norms) whatever strict fp32 has, else this many times strict fp32's.
 FP32_GRADE, TIMES_STRICT = 5e-7, 4
 TIMES_EAGER = 1.1
