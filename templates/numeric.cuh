@@ -31,9 +31,12 @@ CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
-/// x rounded to TF32, as an MMA operand takes it.
+/// x rounded to TF32 (nearest, ties away from zero), as an MMA operand takes it.
 CUTLASS_DEVICE uint32_t tf32_operand(float x) {
-  return cutlass::NumericConverter<cutlass::tfloat32_t, float, cutlass::FloatRoundStyle::round_to_nearest>::convert(x).storage;
+  // CUTLASS's converter is a volatile asm: ptxas leaves it between the wgmma of a batch, which it then serialises (C7513).
+  uint32_t r;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+  return r;
 }
 
 }  // namespace cutlass_sep

@@ -216,10 +216,8 @@ def test_code(build: Build, tmp_path: Path):
     # What an atom that the target lacks turns into.
     assert "BPT.TRAP" not in text and "vprintf" not in text
     assert {name: used.spill_bytes for name, used in cubin.resources.items()} == {"pack_weights": 0, "separable2d": 0}
-    # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin). Known: NVRTC 12.9 and
-    # 13.0 move the volatile cvt that rounds to TF32 in between the MMAs of a batch (13.5 does not); measured with it.
-    serialised = set(re.findall(r"\((C75\d\d)\)", cubin.log))
-    assert serialised <= ({"C7513"} if (build.path, build.kind) == ("sm90", "tf32") else set()), cubin.log
+    # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin).
+    assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", cubin.log), cubin.log
     if build.path == "portable":
         # cp.async of 16 bytes: the weights always; x, with zeros at its edges, where 16 bytes of channels are aligned.
         vectors = build.layout == "channels_last" and build.problem.alignment == 16 and not build.chosen.gather
