@@ -105,7 +105,7 @@ def _lines(g: Geometry, channels: int) -> float:
     p, size = g.problem, g.problem.element_size
     if g.channels_last:
         return g.columns * channels * size / 128
-    useful = g.tile_q * p.stride[1]
+    useful = g.item_q * p.stride[1]
     return channels * (math.ceil(useful * size / 128) + (2 if p.kernel[1] > 1 else 0))
 
 
@@ -136,11 +136,11 @@ def _memory(g: Geometry, new_rows: int, steps: int, active: int) -> float:
     """
     p, s, size = g.problem, g.schedule, g.problem.element_size
     channels = min(s.slot_channels, p.c)
-    rows, columns = min(g.tile_p * s.warpgroups, p.p), min(g.tile_q, p.q)
+    rows, columns = min(g.tile_p * g.tiles_down, p.p), min(g.item_q, p.q)
     own = rows * columns * math.prod(p.stride) * channels * size / g.oc_tiles
     output = rows * columns * min(s.tile_oc, p.o) * size / g.chunks
     resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
-    weights = 0 if resident else g.stage_bytes / max(1, steps / s.warpgroups)
+    weights = 0 if resident else g.stage_bytes / max(1, steps / g.tiles_down)
     again = max(0, new_rows * _lines(g, channels) * 128 - own + weights)
     device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
     return (own + output) / device_bytes + again / _L2_BYTES
@@ -151,14 +151,14 @@ def sm90_us(g: Geometry) -> float:
     s = g.schedule
     steps = g.steps(MULTIPROCESSORS)
     items = g.items(steps)
-    window = g.window_rows(g.tile_p * s.warpgroups)
-    new_rows = g.tile_p * s.warpgroups * g.problem.stride[0] if g.march else window
+    window = g.window_rows(g.tile_p * g.tiles_down)
+    new_rows = g.tile_p * g.tiles_down * g.problem.stride[0] if g.march else window
     active = max(1, min(items, MULTIPROCESSORS))
     compute, memory = _compute(g, new_rows), _memory(g, new_rows, steps, active)
     if g.march:
         # Rows are on their way in the slots beyond the windows at work.
         late = _LATE * max(0.0, _LATENCY - (s.row_slots - window) * max(memory, compute) / new_rows)
-        rounds = steps / s.warpgroups * (_combine(memory, compute) + late)
+        rounds = steps / g.tiles_down * (_combine(memory, compute) + late)
         fill = _LATENCY + g.window_rows(g.tile_p) * g.row_bytes / _L2_BYTES
     else:
         # The next chunk loads during this one as far as there are slots for it.

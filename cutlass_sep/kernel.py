@@ -9,27 +9,29 @@ import ctypes
 import struct
 import threading
 from collections import OrderedDict
-from functools import cached_property
 
 import numpy as np
 import torch
 
 from . import arch as archs
+from .block_schedule import BlockSchedule
 from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
 from .planner import Plan, plan
-from .problem import SeparableConv2dProblem
+from .problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 from .source import render
 
-#: struct cutlass_sep::Arguments of templates/problem.cuh: seven pointers, eight ints.
-_ARGUMENTS = struct.Struct("7Q8i")
+#: struct cutlass_sep::Arguments of templates/problem.cuh: ten pointers, eight ints.
+_ARGUMENTS = struct.Struct("10Q8i")
+#: Positions of two pointers in it.
+_X, _Y = 0, 5
 _TENSOR_MAP_BYTES = 128
 #: Threads of a block of pack_weights (templates/pack_weights.cuh).
 PACK_THREADS = 256
 #: Largest grid (x) of a launch.
 _MOST_BLOCKS = 2**31 - 1
-#: Encoded TMA descriptors kept per kernel.
+#: Encoded TMA descriptors kept of each main kernel.
 _TENSOR_MAPS_KEPT = 64
 
 
@@ -49,9 +51,9 @@ def _checked(result: tuple, what: str):
 
 
 class _Module:
-    """A cubin loaded for one device, with its two kernels ready to launch. Loaded for the life of the process."""
+    """A cubin loaded for one device, with its kernels ready to launch. Loaded for the life of the process."""
 
-    def __init__(self, cubin: Cubin, arch: str, device: int, shared_bytes: int):
+    def __init__(self, cubin: Cubin, arch: str, device: int, stages: list[_Stage]):
         from cuda.bindings import driver
 
         capability = torch.cuda.get_device_capability(device)
@@ -63,17 +65,24 @@ class _Module:
             )
         with torch.cuda.device(device):
             torch.cuda.current_stream(device)  # makes the device's context current
-            library = _checked(
+            self._library = _checked(
                 driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0),
                 f"loading a cubin for {arch} on cuda:{device}",
             )
-            self.pack = _checked(driver.cuLibraryGetKernel(library, b"pack_weights"), "finding kernel pack_weights")
-            self.main = _checked(driver.cuLibraryGetKernel(library, b"separable2d"), "finding kernel separable2d")
+            self.pack = self._kernel("pack_weights")
+            self.mains = [self._kernel(stage.name) for stage in stages]
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _checked(
-                driver.cuKernelSetAttribute(attribute, shared_bytes, self.main, driver.CUdevice(device)),
-                f"reserving {shared_bytes} bytes of shared memory",
-            )
+            for main, stage in zip(self.mains, stages, strict=True):
+                shared_bytes = stage.geometry.shared_bytes
+                _checked(
+                    driver.cuKernelSetAttribute(attribute, shared_bytes, main, driver.CUdevice(device)),
+                    f"reserving {shared_bytes} bytes of shared memory",
+                )
+
+    def _kernel(self, name: str):
+        from cuda.bindings import driver
+
+        return _checked(driver.cuLibraryGetKernel(self._library, name.encode()), f"finding kernel {name}")
 
 
 _modules: dict[tuple[str, int], _Module] = {}
@@ -90,24 +99,71 @@ def clear_memory() -> None:
         _kernels.clear()
 
 
+class _Stage:
+    """One main kernel of a cubin: what it reads and writes by TMA, and how it is launched."""
+
+    def __init__(self, name: str, problem: SeparableConv2dProblem, schedule: Schedule):
+        self.name = name
+        self.geometry = Geometry(problem, schedule)
+        self.encoders = [(_X, self._encode_x), (_Y, self._encode_y)] if schedule.path == "sm90" else []
+        self._maps: OrderedDict[tuple[int, int], bytes] = OrderedDict()
+
+    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(grid x, y, z, block x, y, z, shared bytes) of a launch, and the ints of Arguments."""
+        g, p = self.geometry, self.geometry.problem
+        steps = g.steps(processors)
+        items = g.items(steps)
+        persistent = g.schedule.path == "sm90"
+        grid = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
+        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, steps)
+        return (*grid, 1, g.threads, 1, 1, g.shared_bytes), scalars
+
+    def tensor_map(self, index: int, address: int) -> bytes:
+        """The TMA descriptor number `index` of the kernel's parameters, for the tensor at `address`."""
+        key = (index, address)
+        encoded = self._maps.get(key)
+        if encoded is None:
+            encoded = self._maps[key] = self.encoders[index][1](address)
+            if len(self._maps) > _TENSOR_MAPS_KEPT:
+                self._maps.popitem(last=False)
+        return encoded
+
+    def _encode_x(self, address: int) -> bytes:
+        p, g = self.geometry.problem, self.geometry
+        size = p.element_size
+        if g.channels_last:
+            extents, strides = (p.c, p.w, p.h, p.n), (p.c * size, p.w * p.c * size, p.h * p.w * p.c * size)
+            return _tensor_map(p.dtype, address, extents, strides, (128 // size, g.columns, 1, 1), 128)
+        extents, strides = (p.w, p.h, p.c, p.n), (p.w * size, p.h * p.w * size, p.c * p.h * p.w * size)
+        return _tensor_map(p.dtype, address, extents, strides, (g.columns, 1, g.schedule.slot_channels, 1), 0)
+
+    def _encode_y(self, address: int) -> bytes:
+        p, g = self.geometry.problem, self.geometry
+        size = p.element_size
+        if not g.channels_last:
+            extents, strides = (p.q, p.p, p.o, p.n), (p.q * size, p.p * p.q * size, p.o * p.p * p.q * size)
+            return _tensor_map(p.dtype, address, extents, strides, (8 * g.lane_q, 1, g.group_oc, 1), g.store_bytes)
+        extents, strides = (p.o, p.q, p.p, p.n), (p.o * size, p.q * p.o * size, p.p * p.q * p.o * size)
+        return _tensor_map(p.dtype, address, extents, strides, (g.store_bytes // size, 16, 1, 1), g.store_bytes)
+
+
 class _Launcher:
     """What a launch of one kernel on one device needs and its tensors do not change."""
 
-    def __init__(self, module: _Module, geometry: Geometry, device: int):
+    def __init__(self, module: _Module, stages: list[_Stage], device: int):
         from cuda.bindings import driver
 
-        problem, schedule = geometry.problem, geometry.schedule
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.run = driver.cuLaunchKernel
         self._device = device
-        self.pack = (driver.CUfunction(int(module.pack)), geometry.pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0)
-        steps = geometry.steps(processors)
-        items = geometry.items(steps)
-        persistent = schedule.path == "sm90"
-        blocks = (min(items, processors), 1) if persistent else (min(items, _MOST_BLOCKS), -(-items // _MOST_BLOCKS))
-        self.main = (driver.CUfunction(int(module.main)), *blocks, 1, geometry.threads, 1, 1, geometry.shared_bytes)
-        pads = problem.padding
-        self.scalars = (problem.n, problem.h, problem.w, problem.p, problem.q, pads.top, pads.left, steps)
+        pack_blocks = sum(stage.geometry.pack_blocks for stage in stages)
+        self.pack = (driver.CUfunction(int(module.pack)), pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0)
+        configurations = [stage.configuration(processors) for stage in stages]
+        self.mains = [
+            (driver.CUfunction(int(main)), *launch)
+            for main, (launch, _) in zip(module.mains, configurations, strict=True)
+        ]
+        self.scalars = [scalars for _, scalars in configurations]
 
     def enter_context(self) -> None:
         """Make the device's primary context, which is PyTorch's, current in the calling thread."""
@@ -122,23 +178,28 @@ class _Launcher:
 class Kernel:
     """One problem under one schedule for one architecture. Builds, loads and encodes on first use."""
 
-    def __init__(self, problem: SeparableConv2dProblem, schedule: Schedule, arch: str):
+    def __init__(self, problem: Problem, schedule: Schedule | BlockSchedule, arch: str):
         self.problem, self.schedule, self.arch = problem, schedule, arch
-        self.geometry = Geometry(problem, schedule)
-        self._workspace_bytes = self.geometry.workspace_bytes
-        self._maps: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._buffers: list[_LaunchBuffer] = []
+        self.stages = self._stages()
+        self._workspace_bytes = self._hidden_bytes + sum(stage.geometry.workspace_bytes for stage in self.stages)
+        self._frames: list[_LaunchFrame] = []
         self._launchers: dict[int, _Launcher] = {}
+        self._source: str | None = None
+        self._cubin: Cubin | None = None
 
-    @cached_property
+    @property
     def source(self) -> str:
         """The CUDA C++ of the translation unit."""
-        return render(self.problem, self.schedule, self.arch)
+        if self._source is None:  # two threads may both render it: same bytes
+            self._source = render(self.problem, self.schedule, self.arch)
+        return self._source
 
-    @cached_property
+    @property
     def cubin(self) -> Cubin:
         """The compiled translation unit, from the disk cache if it is there."""
-        return build(self.source, self.arch, name=self.name)
+        if self._cubin is None:  # `build` lets one of several threads compile
+            self._cubin = build(self.source, self.arch, name=self.name)
+        return self._cubin
 
     @property
     def name(self) -> str:
@@ -147,9 +208,15 @@ class Kernel:
         layout = "nhwc" if p.layout == "channels_last" else "nchw"
         return f"dwsep2d-{self.schedule.path}-{p.dtype}-{layout}-c{p.c}-o{p.o}-k{p.kernel[0]}x{p.kernel[1]}"
 
-    def loaded(self, device: int) -> bool:
-        """Whether a launch on this device needs no build and no load."""
-        return device in self._launchers
+    #: Bytes of the workspace before the packed weights.
+    _hidden_bytes = 0
+
+    def _stages(self) -> list[_Stage]:
+        return [_Stage("separable2d", self.problem, self.schedule)]
+
+    def _pointers(self, tensors: tuple, y: int, workspace: int) -> list[tuple[int, ...]]:
+        """The ten pointers of Arguments for each stage; `tensors` are addresses in the op's order, 0 for None."""
+        return [(*tensors, y, workspace, 0, 0, 0)]
 
     def load(self, device: int) -> None:
         """Build (or fetch from disk) and load for CUDA device `device`."""
@@ -160,7 +227,7 @@ class Kernel:
                 f"kernel {self.name} is not loaded yet and cannot be built while a CUDA graph is captured; "
                 "warm it up first: cutlass_sep.warmup(f, *args)"
             )
-        self._launchers[device] = _Launcher(self._module(device), self.geometry, device)
+        self._launchers[device] = _Launcher(self._module(device), self.stages, device)
 
     def _module(self, device: int) -> _Module:
         key = (self.cubin.key, device)
@@ -169,25 +236,26 @@ class Kernel:
         if module is not None:
             return module
         try:
-            module = _Module(self.cubin, self.arch, device, self.geometry.shared_bytes)
+            module = _Module(self.cubin, self.arch, device, self.stages)
         except DriverError:
             # A damaged entry of the disk cache can pass for a cubin until the driver reads it: build once more.
             discard(self.cubin)
-            del self.cubin
+            self._cubin = None
             key = (self.cubin.key, device)
-            module = _Module(self.cubin, self.arch, device, self.geometry.shared_bytes)
+            module = _Module(self.cubin, self.arch, device, self.stages)
         with _lock:
             return _modules.setdefault(key, module)
 
-    def launch(self, x, dw_weight, pw_weight, dw_bias, pw_bias, y) -> None:
-        """Run on torch's current stream of x's device.
+    def launch(self, *tensors) -> None:
+        """Run on torch's current stream of x's device: the op's tensors in its order (None for no bias), then y.
 
         All tensors are dense, of the problem's shapes, dtype and layout, on one CUDA device.
         """
+        x = tensors[0]
         device = x.device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.launch(x, dw_weight, pw_weight, dw_bias, pw_bias, y)
+                return self.launch(*tensors)
         launcher = self._launchers.get(device)
         if launcher is None:
             self.load(device)
@@ -195,75 +263,95 @@ class Kernel:
         if not getattr(_thread, "has_context", False):
             launcher.enter_context()
             _thread.has_context = True
-        problem = self.problem
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=x.device)
-        x_address, y_address = x.data_ptr(), y.data_ptr()
+        *inputs, y = [0 if t is None else t.data_ptr() for t in tensors]
+        pointers = self._pointers(tuple(inputs), y, workspace.data_ptr())
         try:
-            buffer = self._buffers.pop()
+            frame = self._frames.pop()
         except IndexError:
-            buffer = _LaunchBuffer()
-        buffer.fill(
-            x_address, dw_weight.data_ptr(), pw_weight.data_ptr(), dw_bias.data_ptr() if problem.dw_bias else 0,
-            pw_bias.data_ptr() if problem.pw_bias else 0, y_address, workspace.data_ptr(), *launcher.scalars,
-        )  # fmt: skip
-        if self.schedule.path == "sm90":
-            buffer.set_map(0, self._map("x", x_address))
-            buffer.set_map(1, self._map("y", y_address))
+            frame = _LaunchFrame(self.stages)
+        frame.fill(pointers, launcher.scalars)
         stream = torch._C._cuda_getCurrentRawStream(device)  # 1.6 us faster than torch.cuda.current_stream's
-        result = launcher.run(*launcher.pack, stream, buffer.parameters, 0)
-        if not result[0]:
-            result = launcher.run(*launcher.main, stream, buffer.parameters, 0)
-        self._buffers.append(buffer)
+        result = launcher.run(*launcher.pack, stream, frame.pack_parameters, 0)
+        for main, parameters in zip(launcher.mains, frame.main_parameters, strict=True):
+            if not result[0]:
+                result = launcher.run(*main, stream, parameters, 0)
+        self._frames.append(frame)
         if result[0]:
             _checked(result, f"launching {self.name}")
 
-    def _map(self, which: str, address: int) -> bytes:
-        key = (which, address)
-        encoded = self._maps.get(key)
-        if encoded is None:
-            encoded = self._maps[key] = self._encode_x(address) if which == "x" else self._encode_y(address)
-            if len(self._maps) > _TENSOR_MAPS_KEPT:
-                self._maps.popitem(last=False)
-        return encoded
 
-    def _encode_x(self, address: int) -> bytes:
-        p, g = self.problem, self.geometry
-        size = p.element_size
-        if g.channels_last:
-            extents, strides = (p.c, p.w, p.h, p.n), (p.c * size, p.w * p.c * size, p.h * p.w * p.c * size)
-            return _tensor_map(p.dtype, address, extents, strides, (128 // size, g.columns, 1, 1), 128)
-        extents, strides = (p.w, p.h, p.c, p.n), (p.w * size, p.h * p.w * size, p.c * p.h * p.w * size)
-        return _tensor_map(p.dtype, address, extents, strides, (g.columns, 1, self.schedule.slot_channels, 1), 0)
+class BlockKernel(Kernel):
+    """The 1-D block: one fused main kernel, or two with the hidden channels in the workspace between them."""
 
-    def _encode_y(self, address: int) -> bytes:
-        p, g = self.problem, self.geometry
-        size = p.element_size
-        if not g.channels_last:
-            extents, strides = (p.q, p.p, p.o, p.n), (p.q * size, p.p * p.q * size, p.o * p.p * p.q * size)
-            return _tensor_map(p.dtype, address, extents, strides, (8 * g.lane_q, 1, g.group_oc, 1), g.store_bytes)
-        extents, strides = (p.o, p.q, p.p, p.n), (p.o * size, p.q * p.o * size, p.p * p.q * p.o * size)
-        return _tensor_map(p.dtype, address, extents, strides, (g.store_bytes // size, 16, 1, 1), g.store_bytes)
+    @property
+    def name(self) -> str:
+        """A short readable tag for log lines and cache entries."""
+        p = self.problem
+        layout = "nlc" if p.layout == "channels_last" else "ncl"
+        what = f"sepblock1d-{self.schedule.form}-{self.schedule.path}-{p.dtype}-{layout}"
+        return f"{what}-c{p.c}-e{p.e}-o{p.o}-k{p.kernel}"
+
+    def _stages(self) -> list[_Stage]:
+        expand = _Stage("expand", self.problem.expand, self.schedule.expand)
+        project = _Stage("project", self.problem.project, self.schedule.project)
+        return [expand, project]
+
+    @property
+    def _hidden_bytes(self) -> int:
+        p = self.problem
+        return -(-p.n * p.e * p.l * p.element_size // 256) * 256
+
+    def _pointers(self, tensors: tuple, y: int, workspace: int) -> list[tuple[int, ...]]:
+        x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = tensors
+        hidden, packed = workspace, workspace + self._hidden_bytes
+        packed_project = packed + self.stages[0].geometry.workspace_bytes
+        return [
+            (x, 0, expand_weight, 0, expand_bias, hidden, packed, 0, 0, 0),
+            (
+                hidden,
+                dw_weight,
+                project_weight,
+                dw_bias,
+                project_bias,
+                y,
+                packed_project,
+                x,
+                expand_weight,
+                expand_bias,
+            ),
+        ]
 
 
-class _LaunchBuffer:
-    """Host memory of one launch's parameters: Arguments and two tensor maps, 64-byte aligned, and the pointers to them.
+class _LaunchFrame:
+    """Host memory of one launch's parameters: for each stage Arguments and tensor maps, 64-byte aligned.
 
-    A buffer belongs to one launch at a time; the driver copies it before cuLaunchKernel returns.
+    A frame belongs to one launch at a time; the driver copies it before cuLaunchKernel returns.
     """
 
-    def __init__(self):
-        self._memory = np.zeros(3 * 128 + 64, dtype=np.uint8)
-        offset = -self._memory.ctypes.data % 64
-        self._view = memoryview(self._memory)[offset : offset + 3 * 128]
-        base = self._memory.ctypes.data + offset
-        self._pointers = np.array([base, base + 128, base + 256], dtype=np.uint64)
-        self.parameters = self._pointers.ctypes.data
+    def __init__(self, stages: list[_Stage]):
+        self._stages = stages
+        slots = sum(1 + len(stage.encoders) for stage in stages)
+        self._memory = np.zeros(slots * 128 + 64, dtype=np.uint8)
+        start = -self._memory.ctypes.data % 64
+        self._view = memoryview(self._memory)[start : start + slots * 128]
+        base = self._memory.ctypes.data + start
+        self._offsets, self._pointers, offset = [], [], 0
+        for stage in stages:
+            self._offsets.append(offset)
+            count = 1 + len(stage.encoders)
+            self._pointers.append(np.array([base + offset + 128 * i for i in range(count)], dtype=np.uint64))
+            offset += 128 * count
+        self._pointers.append(np.array([base + offset for offset in self._offsets], dtype=np.uint64))
+        *self.main_parameters, self.pack_parameters = [array.ctypes.data for array in self._pointers]
 
-    def fill(self, *arguments: int) -> None:
-        _ARGUMENTS.pack_into(self._view, 0, *arguments)
-
-    def set_map(self, index: int, encoded: bytes) -> None:
-        self._view[128 * (index + 1) : 128 * (index + 1) + len(encoded)] = encoded
+    def fill(self, pointers: list[tuple[int, ...]], scalars: list[tuple[int, ...]]) -> None:
+        view = self._view
+        for stage, offset, addresses, ints in zip(self._stages, self._offsets, pointers, scalars, strict=True):
+            _ARGUMENTS.pack_into(view, offset, *addresses, *ints)
+            for index, (pointer, _) in enumerate(stage.encoders):
+                offset += 128
+                view[offset : offset + _TENSOR_MAP_BYTES] = stage.tensor_map(index, addresses[pointer])
 
 
 def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: int) -> bytes:
@@ -296,7 +384,12 @@ def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: 
     return ctypes.string_at(encoded.getPtr(), _TENSOR_MAP_BYTES)
 
 
-def kernel_for(problem: SeparableConv2dProblem, device: int, chosen: Plan | None = None) -> Kernel:
+def make(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> Kernel:
+    """The kernel of `problem` under `schedule`, not yet built."""
+    return (BlockKernel if isinstance(problem, SeparableBlock1dProblem) else Kernel)(problem, schedule, arch)
+
+
+def kernel_for(problem: Problem, device: int, chosen: Plan | None = None) -> Kernel:
     """The kernel of `problem` on CUDA device `device` (planned if `chosen` is None), from memory if asked for before.
 
     Raises EnvironmentProblem if the plan is path "torch", which has no kernel.
@@ -310,5 +403,5 @@ def kernel_for(problem: SeparableConv2dProblem, device: int, chosen: Plan | None
     kernel = _kernels.get(key)
     if kernel is None:
         with _lock:
-            kernel = _kernels.setdefault(key, Kernel(problem, chosen.schedule, arch))
+            kernel = _kernels.setdefault(key, make(problem, chosen.schedule, arch))
     return kernel

@@ -84,6 +84,7 @@ class Schedule:
     weight_slots: int = 1  # sm90: chunks of weights in the ring
     staging_groups: int = 1  # sm90: TMA stores of a warp that are staged at a time
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
+    side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,6 +181,16 @@ class Geometry:
         return 8 * self.lane_q * self.schedule.warps_q
 
     @property
+    def item_q(self) -> int:
+        """Output columns of a work item."""
+        return self.tile_q * (self.schedule.warpgroups if self.schedule.side_by_side else 1)
+
+    @property
+    def tiles_down(self) -> int:
+        """Warpgroup tiles below each other that are worked on at a time."""
+        return 1 if self.schedule.side_by_side else self.schedule.warpgroups
+
+    @property
     def tile_p(self) -> int:
         """Output rows of a warpgroup's tile."""
         return 4 // self.schedule.warps_q * self.lane_p
@@ -215,10 +226,10 @@ class Geometry:
     def columns(self) -> int:
         """Columns of a row in shared memory on sm90."""
         if self.channels_last:
-            return self.window_cols(self.tile_q)
+            return self.window_cols(self.item_q)
         size = self.problem.element_size
         unit = 16 // size
-        size_bytes = -(-(self.phase + self.window_cols(self.tile_q)) // unit) * unit * size
+        size_bytes = -(-(self.phase + self.window_cols(self.item_q)) // unit) * unit * size
         rest = size_bytes % 128
         return (size_bytes + (32 if rest <= 32 else 96 if rest <= 96 else 160) - rest) // size
 
@@ -308,9 +319,9 @@ class Geometry:
     def steps(self, processors: int) -> int:
         """Warpgroup tiles down a work item. Marched: the split of P that takes the fewest rows of x over all rounds."""
         if self.schedule.path == "portable" or not self.march:
-            return self.schedule.warpgroups
+            return self.tiles_down
         p = self.problem
-        columns = p.n * -(-p.q // self.tile_q) * self.oc_tiles
+        columns = p.n * -(-p.q // self.item_q) * self.oc_tiles
         most = -(-p.p // self.tile_p)
 
         def cost(steps: int) -> int:
@@ -323,7 +334,7 @@ class Geometry:
     def items(self, steps: int) -> int:
         """Work items (sm90) or blocks (portable) of a launch: images x blocks of rows x strips x tiles of channels."""
         p = self.problem
-        return p.n * -(-p.p // (steps * self.tile_p)) * -(-p.q // self.tile_q) * self.oc_tiles
+        return p.n * -(-p.p // (steps * self.tile_p)) * -(-p.q // self.item_q) * self.oc_tiles
 
     @property
     def threads(self) -> int:
@@ -439,8 +450,9 @@ def _malformed(schedule: Schedule) -> str | None:
     """Why this is no schedule of any problem, or None."""
     if schedule.path not in PATHS:
         return f"path={schedule.path!r} must be one of {', '.join(map(repr, PATHS))}"
-    if type(schedule.gather) is not bool:
-        return f"gather={schedule.gather!r} must be True or False"
+    for name in ("gather", "side_by_side"):
+        if type(getattr(schedule, name)) is not bool:
+            return f"{name}={getattr(schedule, name)!r} must be True or False"
     for name in _COUNTS:
         value = getattr(schedule, name)
         if type(value) is not int or value < 1:
@@ -448,6 +460,8 @@ def _malformed(schedule: Schedule) -> str | None:
     if schedule.warps_q not in (1, 2, 4):
         return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
     if schedule.path == "portable":
+        if schedule.side_by_side:
+            return "side_by_side=True: on path portable the warps' tiles are arranged by warps_q alone"
         # More threads than PORTABLE_REGISTERS of each leave room for do not fit into a multiprocessor.
         return None if schedule.warpgroups <= 2 else f"warpgroups={schedule.warpgroups} must be 1 or 2"
     if schedule.warpgroups not in CONSUMER_REGISTERS:
@@ -471,9 +485,10 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
     atom = 128 // problem.element_size
     padded = _round_up(problem.c, atom)
     slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
-    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4, 2, 1), (2, 3, 1))
+    one_row = is_one_row(problem)
+    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4,) if one_row else (4, 2, 1), (2, 3, 1))
     for tile_oc, slot, blocks, warps_q, warpgroups in shapes:
-        base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups)
+        base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups, side_by_side=one_row and warpgroups > 1)
         if Geometry(problem, base).registers <= CONSUMER_REGISTERS[warpgroups]:
             yield from _with_rings(problem, base, arch)
 
@@ -506,7 +521,7 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
     geometry = Geometry(problem, base)
     window = geometry.window_rows(geometry.tile_p)
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
-    most = 2 * geometry.window_rows(geometry.tile_p * base.warpgroups) + 8
+    most = 2 * geometry.window_rows(geometry.tile_p * geometry.tiles_down) + 8
     groups = geometry.store_groups
     for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
         for staging in [count for count in (1, 2, 4, 8) if groups % count == 0] if groups <= 8 else (1, groups):
@@ -515,6 +530,11 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
             rows = min(room // (geometry.row_bytes + 16), most)
             if rows >= window:
                 yield replace(partial, row_slots=rows)
+
+
+def is_one_row(problem: SeparableConv2dProblem) -> bool:
+    """Whether this is a 1-D convolution written in 2-D: its tiles lie along one row."""
+    return problem.h == 1 and problem.kernel[0] == 1 and problem.p == 1
 
 
 def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
@@ -526,7 +546,8 @@ def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
     extent = WIDE_MAP if problem.q > NARROW_Q else NARROW_MAP[problem.layout == "contiguous" and aligned]
     taps = [(k - 1) * d + 1 for k, d in zip(problem.kernel, problem.dilation, strict=True)]
     pads = problem.padding.top + problem.padding.bottom, problem.padding.left + problem.padding.right
-    h, w = (max((extent - 1) * problem.stride[i] + taps[i] - pads[i], 1) for i in range(2))
+    extents = (1, extent * extent) if is_one_row(problem) else (extent, extent)
+    h, w = (max((extents[i] - 1) * problem.stride[i] + taps[i] - pads[i], 1) for i in range(2))
     return replace(problem, n=32, h=h, w=w, alignment=MAX_ALIGNMENT if aligned else 1)
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import jinja2
 
-from .problem import MAX_ALIGNMENT, SeparableConv2dProblem
+from .block_schedule import BlockSchedule
+from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 
 #: Activation name -> struct in templates/activation.cuh.
@@ -59,11 +60,11 @@ def _inline(text: str) -> str:
     return _INCLUDE.sub(lambda match: _part(match[1]), text)
 
 
-def _element(problem: SeparableConv2dProblem) -> str:
+def _element(dtype: str) -> str:
     from cutlass_library import DataType, DataTypeTag
 
     named = {"float32": DataType.f32, "float16": DataType.f16, "bfloat16": DataType.bf16}
-    return DataTypeTag[named[problem.dtype]]
+    return DataTypeTag[named[dtype]]
 
 
 def mma_atom(problem: SeparableConv2dProblem, schedule: Schedule) -> str:
@@ -98,6 +99,8 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
         "kDilationW": problem.dilation[1],
         "kDwBias": problem.dw_bias,
         "kPwBias": problem.pw_bias,
+        "kDepthwise": problem.depthwise,
+        "kResidual": problem.residual,
         "kSplit": geometry.split,
         "kFp16Range": problem.dtype == "float16",
         "kMmaSteps": geometry.mma_steps,
@@ -109,6 +112,7 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
     }
     if schedule.path == "sm90":
         values |= {
+            "kSideBySide": schedule.side_by_side,
             "kRowSlots": schedule.row_slots,
             "kWeightSlots": schedule.weight_slots,
             "kStagingGroups": schedule.staging_groups,
@@ -123,7 +127,38 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
     return values | {"kSharedBytes": geometry.shared_bytes, "kWorkspaceBytes": geometry.workspace_bytes}
 
 
-def title(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:
+def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
+    """What a translation unit states of one kernel of the separable operator."""
+    return {
+        "name": name,
+        "config": f"{name.capitalize()}Config",
+        "element": _element(problem.dtype),
+        "mma_atom": mma_atom(problem, schedule),
+        "mid_activation": ACTIVATION_STRUCTS[problem.mid_activation],
+        "activation": ACTIVATION_STRUCTS[problem.activation],
+        "constants": constants(problem, schedule) | {"kExpandC": 0},
+    }
+
+
+def _two_kernels(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> list[dict[str, Any]]:
+    expand = _kernel("expand", problem.expand, schedule.expand)
+    project = _kernel("project", problem.project, schedule.project)
+    if problem.dtype == "float16":
+        # A hidden value beyond fp16's range becomes NaN in memory, and the pixels that it reaches start from x again.
+        expand["activation"] = "HalfOrNan"
+        project["constants"] |= {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
+    return [expand, project]
+
+
+def title(
+    problem: SeparableConv2dProblem | SeparableBlock1dProblem, schedule: Schedule | BlockSchedule, arch: str
+) -> str:
+    """First line of the translation unit, for people."""
+    if isinstance(problem, SeparableBlock1dProblem):
+        what = (
+            f"block 1-D ({schedule.form}), {problem.dtype} {problem.layout}, {problem.c} -> {problem.e} -> {problem.o}"
+        )
+        return f"cutlass_sep: {what} channels, kernel {problem.kernel}, path {schedule.path}, {arch}"
     kernel = "x".join(map(str, problem.kernel))
     return (
         f"cutlass_sep: separable 2-D, {problem.dtype} {problem.layout}, {problem.c} -> {problem.o} channels, "
@@ -131,15 +166,11 @@ def title(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str
     )
 
 
-def render(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> str:
-    """The whole translation unit. Depends on the compile-time part of the problem alone: not on N, H, W or P, Q."""
+def render(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> str:
+    """The whole translation unit. Depends on the compile-time part of the problem alone: not on N, H, W, L or P, Q."""
+    if isinstance(problem, SeparableBlock1dProblem):
+        kernels = _two_kernels(problem, schedule)
+    else:
+        kernels = [_kernel("separable2d", problem, schedule)]
     unit = _environment().get_template(f"separable2d_{schedule.path}.cu.j2")
-    text = unit.render(
-        title=title(problem, schedule, arch),
-        element=_element(problem),
-        mma_atom=mma_atom(problem, schedule),
-        mid_activation=ACTIVATION_STRUCTS[problem.mid_activation],
-        activation=ACTIVATION_STRUCTS[problem.activation],
-        constants=constants(problem, schedule),
-    )
-    return _inline(text)
+    return _inline(unit.render(title=title(problem, schedule, arch), kernels=kernels))

@@ -22,6 +22,7 @@ template <class Config>
 CUTLASS_DEVICE float depthwise_from_global(Arguments const& args, int n, int c, int p, int q) {
   using Element = typename Config::Element;
   auto const* x = static_cast<Element const*>(args.x);
+  if constexpr (!Config::kDepthwise) return float(x[GlobalIndex<Config>::x(args, n, c, p, q)]);
   auto const* weight = static_cast<Element const*>(args.dw_weight) + int64_t(c) * Config::kKernelH * Config::kKernelW;
   float sum = Config::kDwBias ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
   CUTLASS_PRAGMA_NO_UNROLL
@@ -59,7 +60,26 @@ CUTLASS_DEVICE void exact_pixel(Arguments const& args, int n, int oc, int p, int
     for (int i = 0; i < kGroup; ++i) {
       if (first + i >= Config::kO) continue;
       float const bias = Config::kPwBias ? float(static_cast<Element const*>(args.pw_bias)[first + i]) : 0.f;
-      y[GlobalIndex<Config>::y(args, n, first + i, p, q)] = Element(Config::Activation::apply(sum[i] + bias));
+      float value = Config::Activation::apply(sum[i] + bias);
+      int64_t const index = GlobalIndex<Config>::y(args, n, first + i, p, q);
+      if constexpr (Config::kResidual) value += float(static_cast<Element const*>(args.block_x)[index]);
+      y[index] = Element(value);
+    }
+  }
+}
+
+/// The whole warp: output channels [oc, oc + kTileOc) of the warp's kWarpP x kWarpQ pixels from (p, q) on.
+template <class Config>
+CUTLASS_DEVICE void exact_pixels(Arguments const& args, int n, int oc, int p, int q, int lane) {
+  using G = Geometry<Config>;
+  if constexpr (Config::kExpandC > 0) {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < G::kWarpQ && q + i < args.q; ++i) exact_block_pixel<Config>(args, n, oc, oc + Config::kTileOc, q + i, lane);
+  } else {
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
+      int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
+      if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, n, oc, exact_p, exact_q);
     }
   }
 }

@@ -8,6 +8,8 @@
 
 namespace cutlass_sep {
 
+constexpr int kPackThreads = 256;
+
 template <class Config>
 struct PackedWeights {
   using G = Geometry<Config>;
@@ -22,11 +24,11 @@ struct PackedWeights {
   static constexpr int64_t kBiasOffset = int64_t(kStages) * kStageBytes;
   static constexpr int64_t kScaleOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
   static constexpr int64_t kFlagOffset = kScaleOffset + (Config::kSplit ? G::kOcTiles * Config::kTileOc * 4 : 0);
-  static constexpr int kThreads = 256;
   /// A block packs kSliceRows output channels of one stage.
   static constexpr int kSliceRows = 16;
   static constexpr int kSlices = ceil_div(Config::kTileOc, kSliceRows);
-  static constexpr int kFlags = Config::kSplit ? kStages * kSlices : 0;
+  static constexpr int kBlocks = kStages * kSlices;
+  static constexpr int kFlags = Config::kSplit ? kBlocks : 0;
   static constexpr int64_t kBytes = (kFlagOffset + kFlags * 4 + 255) / 256 * 256;
 
   /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
@@ -55,12 +57,13 @@ struct OutputChannels {
   }
 };
 
+/// Block `block` of PackedWeights::kBlocks.
 template <class Config>
-CUTLASS_DEVICE void pack_weights(Arguments const& args) {
+CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
   using P = PackedWeights<Config>;
   using G = Geometry<Config>;
   using Element = typename Config::Element;
-  int const slice = blockIdx.x % P::kSlices, index = blockIdx.x / P::kSlices;
+  int const slice = block % P::kSlices, index = block / P::kSlices;
   int const oc_tile = index / G::kChunks, chunk = index % G::kChunks;
   char* stage = static_cast<char*>(args.workspace) + int64_t(index) * P::kStageBytes;
   int const first_row = slice * P::kSliceRows, rows = min(P::kSliceRows, Config::kTileOc - first_row);
@@ -72,7 +75,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   if constexpr (Config::kSplit) {
     int const first_oc = oc_tile * Config::kTileOc + first_row, lane = threadIdx.x % 32;
     float* inverse = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kScaleOffset) + first_oc;
-    for (int row = threadIdx.x / 32; row < rows; row += P::kThreads / 32) {
+    for (int row = threadIdx.x / 32; row < rows; row += kPackThreads / 32) {
       int const oc = first_oc + row;
       float largest = 0.f;
       if (oc < Config::kO)
@@ -90,7 +93,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   }
 
   #pragma unroll 4
-  for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += P::kThreads) {
+  for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += kPackThreads) {
     int const row = first_row + i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
     int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels +
@@ -115,13 +118,13 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
 
   using W = DepthwiseWeights<Config>;
   float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
-  for (int i = slice * P::kThreads + threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kSlices * P::kThreads) {
+  for (int i = slice * kPackThreads + threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kSlices * kPackThreads) {
     int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const step = k / G::kStepChannels, t = k % G::kStepChannels / G::kLaneChannels, j = k % G::kLaneChannels;
     int const c = chunk * Config::kSlotChannels + step * G::kStepChannels + G::channel_of(t, j);
     float value = 0.f;
     if (c < Config::kC) {
-      if (tap < G::kTaps) value = static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap];
+      if (tap < G::kTaps) value = Config::kDepthwise ? float(static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap]) : 1.f;
       else if (Config::kDwBias) value = static_cast<Element const*>(args.dw_bias)[c];
     }
     depthwise[W::index(step, t, tap / Config::kKernelW, tap % Config::kKernelW, j)] = value;
@@ -135,7 +138,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args) {
   }
   if constexpr (Config::kSplit) {
     int const broken = __syncthreads_or(check != check);
-    if (threadIdx.x == 0) reinterpret_cast<int*>(static_cast<char*>(args.workspace) + P::kFlagOffset)[blockIdx.x] = broken;
+    if (threadIdx.x == 0) reinterpret_cast<int*>(static_cast<char*>(args.workspace) + P::kFlagOffset)[block] = broken;
   }
 }
 

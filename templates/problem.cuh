@@ -12,6 +12,10 @@ struct Arguments {
   void const* pw_bias;     // [O] or null
   void* y;                 // [N,O,P,Q] in the layout of Config
   void* workspace;         // packed weights, see pack_weights.cuh
+  // Of the block that this kernel is a part of, else null:
+  void const* block_x;        // x of the block, in the layout of Config: what kResidual adds to y, and what exact_block.cuh starts from
+  void const* expand_weight;  // [kC,kExpandC]; kExpandC = 0: exact_block.cuh is not needed
+  void const* expand_bias;    // [kC] or null
   int n, h, w, p, q;       // P, Q: output height and width
   int pad_top, pad_left;
   int steps;               // warpgroup tiles down one work item (1 when the channels take more than one pass)

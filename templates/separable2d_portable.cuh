@@ -275,6 +275,7 @@ struct PortableEpilogue {
   CUTLASS_DEVICE static void store(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int n, int oc, int p, int q,
                                    int t) {
     finish(args, acc, scale, oc, First, t);
+    if constexpr (Config::kResidual) add_residual(args, acc, n, oc + 2 * t, p, q, First);
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b) {
       if (p + b >= args.p) continue;
@@ -300,6 +301,21 @@ struct PortableEpilogue {
           for (int i = 0; i < 2; ++i)
             acc[b][4 * j + 2 * h + i] = channels.finish(acc[b][4 * j + 2 * h + i], i, scale.inverse(b, h));
     }
+  }
+
+  /// Of a group. `oc`: the lane's first output channel.
+  CUTLASS_DEVICE static void add_residual(Arguments const& args, Accumulator& acc, int n, int oc, int p, int q, int first) {
+    auto const* const x = static_cast<Element const*>(args.block_x);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = first; j < first + kGroup; ++j)
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h)
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2; ++i)
+            if (p + b < args.p && q + h < args.q && oc + 8 * j + i < Config::kO)
+              acc[b][4 * j + 2 * h + i] += float(x[GlobalIndex<Config>::y(args, n, oc + 8 * j + i, p + b, q + h)]);
   }
 
   /// channels_last: a group of one pixel.
@@ -423,10 +439,7 @@ CUTLASS_DEVICE void separable2d_portable(Arguments const& args, char* shared) {
 
   int const p = tile.p + warp_p, q = tile.q + warp_q, oc = tile.oc_tile * Config::kTileOc;
   if (__any_sync(0xffffffffu, check != check)) {
-    for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
-      int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
-      if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, tile.n, oc, exact_p, exact_q);
-    }
+    exact_pixels<Config>(args, tile.n, oc, p, q, lane);
   } else {
     PortableEpilogue<Config>::store(args, acc, scale, tile.n, oc, p, q + G::kLaneQ * g, t);
   }

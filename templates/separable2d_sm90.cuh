@@ -6,7 +6,8 @@
 //
 // Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
-// step a warpgroup and the rows come once for every chunk of channels.
+// step a warpgroup and the rows come once for every chunk of channels. With `kSideBySide` (maps of one row) the warpgroups' tiles lie next to
+// each other along W and share rows; without it, below each other.
 #pragma once
 
 namespace cutlass_sep {
@@ -23,9 +24,12 @@ struct Sm90Layout {
   static constexpr int kTileQ = Config::kWarpsQ * G::kWarpQ;
   static constexpr int kTileP = 4 / Config::kWarpsQ * G::kWarpP;
   static constexpr int kWindowRows = G::window_rows(kTileP);
+  /// Columns of a work item, and warpgroup tiles down it that are worked on at a time.
+  static constexpr int kItemQ = Config::kSideBySide ? kWarpgroups * kTileQ : kTileQ;
+  static constexpr int kTilesDown = Config::kSideBySide ? 1 : kWarpgroups;
   /// A row of the ring: channels_last [128-byte group][column][128 bytes]; contiguous [channel][column].
-  static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kTileQ)
-                                                        : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kTileQ));
+  static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kItemQ)
+                                                        : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kItemQ));
   static constexpr int kAtomChannels = 128 / G::kElementBytes;
   static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
   static constexpr int kAtomBytes = round_up(kColumns * 128, 1024);
@@ -66,18 +70,18 @@ struct WorkItem {
   int n, p, q, oc_tile, steps;  // image, first output row and column, tile of output channels, warpgroup tiles down
 
   CUTLASS_DEVICE static int count(Arguments const& args) {
-    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kTileQ) * L::G::kOcTiles;
+    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kItemQ) * L::G::kOcTiles;
   }
   CUTLASS_DEVICE WorkItem(Arguments const& args, int index) {
-    int const strips = ceil_div(args.q, L::kTileQ), rows = args.steps * L::kTileP;
+    int const strips = ceil_div(args.q, L::kItemQ), rows = args.steps * L::kTileP;
     oc_tile = index % L::G::kOcTiles;
     index /= L::G::kOcTiles;
-    q = index % strips * L::kTileQ;
+    q = index % strips * L::kItemQ;
     index /= strips;
     int const blocks = ceil_div(args.p, rows);
     p = index % blocks * rows;
     n = index / blocks;
-    steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kWarpgroups;
+    steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kTilesDown;
   }
   CUTLASS_DEVICE int rows() const { return L::G::window_rows(steps * L::kTileP); }
 };
@@ -231,7 +235,9 @@ struct Sm90Epilogue {
   using Element = typename Config::Element;
   using Accumulator = typename PointwiseMma<Config>::Accumulator;
 
-  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int oc, int lane) {
+  /// Sums to values of y, in place. (p, q): the warp's first pixel.
+  CUTLASS_DEVICE static void apply(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int n, int oc, int p, int q,
+                                   int lane) {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Config::kTileOc / 8; ++j) {
       OutputChannels<Config> const channels(args, oc + 8 * j + lane % 4 * 2);
@@ -242,6 +248,37 @@ struct Sm90Epilogue {
           CUTLASS_PRAGMA_UNROLL
           for (int i = 0; i < 2; ++i)
             acc[b][4 * j + 2 * h + i] = channels.finish(acc[b][4 * j + 2 * h + i], i, scale.inverse(b, h));
+    }
+    if constexpr (Config::kResidual) add_residual(args, acc, n, oc + lane % 4 * 2, p, q + lane / 4 * G::kLaneQ);
+  }
+
+  /// Vectors along the layout's contiguous dimension; TMA's alignment rules make each lie inside or outside as a whole. `oc` and (p, q) are
+  /// the lane's first.
+  CUTLASS_DEVICE static void add_residual(Arguments const& args, Accumulator& acc, int n, int oc, int p, int q) {
+    auto const* const x = static_cast<Element const*>(args.block_x);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < Config::kTileOc / 8; ++j) {
+      if constexpr (Config::kChannelsLast) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b)
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h) {
+            if (p + b >= args.p || q + h >= args.q || oc + 8 * j >= Config::kO) continue;
+            float value[2];
+            load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j, p + b, q + h));
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < 2; ++i) acc[b][4 * j + 2 * h + i] += value[i];
+          }
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) {
+          if (p >= args.p || q >= args.q || oc + 8 * j + i >= Config::kO) continue;
+          float value[G::kLaneQ];
+          load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j + i, p, q));
+          CUTLASS_PRAGMA_UNROLL
+          for (int m = 0; m < G::kLaneQ; ++m) acc[m / 2][4 * j + 2 * (m % 2) + i] += value[m];
+        }
+      }
     }
   }
 
@@ -407,8 +444,8 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   constexpr int kRowSlots = Config::kRowSlots;
   int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
   int const g = lane / 4, t = lane % 4;
-  // The warp's pixels within the warpgroup's tile.
-  int const warp_q = warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
+  // The warp's pixels within the item's columns and the warpgroup's rows.
+  int const warp_q = (Config::kSideBySide ? warpgroup * L::kTileQ : 0) + warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
   int const column = (warp_q + G::kLaneQ * g) * Config::kStrideW;
 
   using View = cute::conditional_t<Config::kChannelsLast, PixelMajorRow<Config>, ChannelMajorRow<Config>>;
@@ -446,11 +483,11 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
     int const rows = item.rows();
-    int const first_step = L::kMarch ? (warpgroup + L::kWarpgroups - turn) % L::kWarpgroups : warpgroup;
+    int const first_step = Config::kSideBySide ? 0 : L::kMarch ? (warpgroup + L::kWarpgroups - turn) % L::kWarpgroups : warpgroup;
     turn = (turn + item.steps) % L::kWarpgroups;
 
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int step = first_step; step < item.steps; step += L::kWarpgroups) {
+    for (int step = first_step; step < item.steps; step += L::kTilesDown) {
       int const first_row = step * L::kTileP * Config::kStrideH;
       float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
       PixelScale<Config> scale;
@@ -468,7 +505,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
         accumulate<Config>(acc, view, ring_rows, shared.weights(slot), min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels),
                            chunk == 0 || L::kPromote, t, scale, check);
         if constexpr (L::kMarch) {
-          release(min(rows, first_row + L::kWarpgroups * L::kTileP * Config::kStrideH));
+          release(min(rows, first_row + L::kTilesDown * L::kTileP * Config::kStrideH));
         } else {
           release(rows);
           released = 0;
@@ -491,16 +528,13 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
 
       int const oc = item.oc_tile * Config::kTileOc;
       int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
-      Sm90Epilogue<Config>::apply(args, result, scale, oc, lane);
+      Sm90Epilogue<Config>::apply(args, result, scale, item.n, oc, p, q, lane);
       Sm90Epilogue<Config>::store(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
       if (__any_sync(0xffffffffu, check != check)) {
         // The bulk stores must have landed, not only left shared memory, before other lanes write over them.
         if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
         __syncwarp();
-        for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
-          int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
-          if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, item.n, oc, exact_p, exact_q);
-        }
+        exact_pixels<Config>(args, item.n, oc, p, q, lane);
       }
     }
     if constexpr (L::kMarch) {
