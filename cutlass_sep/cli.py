@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,21 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         raise UsageError(f"{self.prog}: {message}\n{self.format_usage().rstrip()}")
+
+
+class _Version(argparse.Action):
+    """Prints the version and exits with 0. Raises EnvironmentProblem where the package is not installed, as in a bare
+    checkout.
+
+    Not argparse's own: that takes the text when the parser is made, and every other command works without it.
+    """
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        try:
+            print(f"{parser.prog} {metadata.version('cutlass-sep')}")
+        except metadata.PackageNotFoundError:
+            raise EnvironmentProblem("--version: cutlass_sep is not installed here; pip install it") from None
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +90,7 @@ def _failure(output: Output, error: Exception) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     top = _Parser(prog="cutlass-sep", description="Fused depthwise-separable convolutions, one kernel for each shape.")
+    top.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     problem = _problem_arguments()
     common = _Parser(add_help=False)

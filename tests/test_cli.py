@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -385,6 +387,26 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
         done = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
         assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
     os.close(writer)
+
+
+def test_version(run, capsys):
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', text, re.MULTILINE)
+    with pytest.raises(SystemExit) as ended:
+        run("--version")
+    captured = capsys.readouterr()
+    assert (ended.value.code, captured.out, captured.err) == (0, f"cutlass-sep {version}\n", "")
+
+
+def test_without_an_installed_package_only_the_version_is_missing(run, monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    fake = types.SimpleNamespace(version=missing, PackageNotFoundError=metadata.PackageNotFoundError)
+    monkeypatch.setattr(cli, "metadata", fake)
+    status, out, err = run("--version")
+    assert (status, out) == (3, "") and "--version" in err and "installed" in err
+    assert run("cache", "info")[0] == 0
 
 
 def test_help_needs_no_compiler():
