@@ -67,11 +67,6 @@ struct Geometry {
     if (Config::kSplit) return k / 8 * kStepChannels + channel_of(k % 8 / 2, k % 2);
     return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of(k % 8 / 2, k / 8 * 2 + k % 2);
   }
-  /// Pixel, within its warp's kWarpQ x kWarpP, of block b, row half h (rows g or g + 8).
-  CUTLASS_HOST_DEVICE static constexpr int pixel_q(int g, int b, int h) {
-    return Config::kPixelMajor ? 2 * g + h : kLaneQ * g + 2 * b + h;
-  }
-  CUTLASS_HOST_DEVICE static constexpr int pixel_p(int b) { return Config::kPixelMajor ? b : 0; }
 };
 
 }  // namespace cutlass_sep
