@@ -68,9 +68,10 @@ struct WindowLoader {
   static constexpr int kUnitChannels = 16 / G::kElementBytes;  // also columns of a unit along a contiguous row
 
   CUTLASS_DEVICE static void load(Arguments const& args, char* tile, int n, int c, int h, int w) {
-    if constexpr (!Config::kVectorAccess) elements(args, tile, n, c, h, w);
-    else if constexpr (Config::kChannelsLast) units_of_channels(args, tile, n, c, h, w);
-    else units_of_columns(args, tile, n, c, h, w);
+    if constexpr (Config::kVectorAccess && Config::kChannelsLast) units_of_channels(args, tile, n, c, h, w);
+    else if constexpr (Config::kVectorAccess) units_of_columns(args, tile, n, c, h, w);
+    else if constexpr (Config::kChannelsLast) elements_of_channels(args, tile, n, c, h, w);
+    else elements_of_columns(args, tile, n, c, h, w);
   }
 
   /// channels_last: 16 bytes at a time.
@@ -138,44 +139,80 @@ struct WindowLoader {
     }
   }
 
-  /// Any alignment: element by element, 4 bytes of channels to shared memory at a time, lanes along the contiguous dimension of x.
-  CUTLASS_DEVICE static void elements(Arguments const& args, char* tile, int n, int c, int h, int w) {
-    using Bits = cute::conditional_t<G::kElementBytes == 4, uint32_t, uint16_t>;
-    constexpr int kWordChannels = 4 / G::kElementBytes;
-    constexpr int kWords = L::kUsedChannels / kWordChannels;
-    constexpr int kItemColumns = Config::kChannelsLast ? L::kColumns : round_up(L::kColumns, 8);
-    constexpr int kItems = L::kRows * kItemColumns * kWords;
-    constexpr int kBatch = 4;  // loads in flight
-    auto const* x = static_cast<Bits const*>(args.x);
+  // Any alignment: element by element, 4 bytes of channels to shared memory at a time, lanes along the contiguous dimension of x.
+  using Bits = cute::conditional_t<G::kElementBytes == 4, uint32_t, uint16_t>;
+  static constexpr int kWordChannels = 4 / G::kElementBytes;
+  static constexpr int kWords = L::kUsedChannels / kWordChannels;
+  static constexpr int kInFlight = 16 / kWordChannels;  // words of a thread on their way at a time
+
+  /// Channels [c, c + kWordChannels) that lie `stride` apart; zero where not `inside` or past C.
+  CUTLASS_DEVICE static uint32_t load_word(Bits const* source, int64_t stride, int c, bool inside) {
+    uint32_t word = 0;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < kWordChannels; ++k)
+      if (inside && c + k < Config::kC) word |= uint32_t(source[k * stride]) << 16 * k;
+    return word;
+  }
+
+  /// channels_last: a row of the window at a time.
+  CUTLASS_DEVICE static void elements_of_channels(Arguments const& args, char* tile, int n, int c, int h, int w) {
+    constexpr int kItems = L::kColumns * kWords;
+    constexpr int kBatch = cute::min(kInFlight, ceil_div(kItems, L::kThreads));
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int first = threadIdx.x; first < kItems; first += kBatch * L::kThreads) {
-      uint32_t word[kBatch];
-      int target[kBatch];
-      CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < kBatch; ++b) {
-        int const i = first + b * L::kThreads;
-        int row, column, channel;
-        if constexpr (Config::kChannelsLast) {
-          channel = i % kWords * kWordChannels, column = i / kWords % kItemColumns, row = i / (kWords * kItemColumns);
-        } else {  // 8 columns x 16 bytes of channels a warp: one bank each
-          int const columns = i / 32 % (kItemColumns / 8), rest = i / 32 / (kItemColumns / 8);
-          column = columns * 8 + i % 8;
-          channel = (rest % (kWords / 4) * 4 + i / 8 % 4) * kWordChannels;
-          row = rest / (kWords / 4);
-        }
-        target[b] = i < kItems && column < L::kColumns ? L::offset(row, column, channel) : -1;
-        bool const inside = target[b] >= 0 && unsigned(h + row) < unsigned(args.h) && unsigned(w + column) < unsigned(args.w);
-        Bits const* source = x + (inside ? GlobalIndex<Config>::x(args, n, c + channel, h + row, w + column) : 0);
-        int64_t const next = Config::kChannelsLast ? 1 : int64_t(args.h) * args.w;
-        word[b] = 0;
+    for (int row = 0; row < L::kRows; ++row) {
+      bool const row_inside = unsigned(h + row) < unsigned(args.h);
+      Bits const* const source = static_cast<Bits const*>(args.x) + (row_inside ? GlobalIndex<Config>::x(args, n, c, h + row, w) : 0);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int first = threadIdx.x; first < kItems; first += kBatch * L::kThreads) {
+        uint32_t word[kBatch];
         CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kWordChannels; ++k)
-          if (inside && c + channel + k < Config::kC) word[b] |= uint32_t(source[k * next]) << 16 * k;
+        for (int b = 0; b < kBatch; ++b) {
+          int const i = first + b * L::kThreads, column = i / kWords, channel = i % kWords * kWordChannels;
+          bool const inside = i < kItems && row_inside && unsigned(w + column) < unsigned(args.w);
+          word[b] = load_word(source + int64_t(column) * Config::kC + channel, 1, c + channel, inside);
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < kBatch; ++b) {
+          int const i = first + b * L::kThreads;
+          if (i < kItems) *reinterpret_cast<uint32_t*>(tile + L::offset(row, i / kWords, i % kWords * kWordChannels)) = word[b];
+        }
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int b = 0; b < kBatch; ++b)
-        if (target[b] >= 0) *reinterpret_cast<uint32_t*>(tile + target[b]) = word[b];
     }
+  }
+
+  /// contiguous: a warp takes lines, a line being 16 bytes of channels of a row, 8 columns (one bank each) at a time.
+  CUTLASS_DEVICE static void elements_of_columns(Arguments const& args, char* tile, int n, int c, int h, int w) {
+    constexpr int kUnits = L::kUsedChannels / kUnitChannels, kLines = L::kRows * kUnits, kGroups = ceil_div(L::kColumns, 8);
+    constexpr int kBatch = cute::min(kInFlight, kGroups), kTogether = kInFlight / kBatch;
+    int const lane = threadIdx.x % 32, word_channel = lane / 8 * kWordChannels;
+    int64_t const plane = int64_t(args.h) * args.w;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int first_line = threadIdx.x / 32; first_line < kLines; first_line += L::kWarps * kTogether)
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int first_column = lane % 8; first_column < L::kColumns; first_column += 8 * kBatch) {
+        uint32_t word[kTogether][kBatch];
+        CUTLASS_PRAGMA_UNROLL
+        for (int a = 0; a < kTogether; ++a) {
+          int const line = first_line + a * L::kWarps, row = line / kUnits, channel = line % kUnits * kUnitChannels + word_channel;
+          bool const line_inside = line < kLines && unsigned(h + row) < unsigned(args.h) && c + channel < Config::kC;
+          Bits const* const source =
+              static_cast<Bits const*>(args.x) + (line_inside ? GlobalIndex<Config>::x(args, n, c + channel, h + row, w) : 0);
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < kBatch; ++b) {
+            int const column = first_column + 8 * b;
+            bool const inside = line_inside && column < L::kColumns && unsigned(w + column) < unsigned(args.w);
+            word[a][b] = load_word(source + column, plane, c + channel, inside);
+          }
+        }
+        CUTLASS_PRAGMA_UNROLL
+        for (int a = 0; a < kTogether; ++a) {
+          int const line = first_line + a * L::kWarps;
+          char* const target = tile + L::offset(line / kUnits, first_column, line % kUnits * kUnitChannels + word_channel);
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < kBatch; ++b)
+            if (line < kLines && first_column + 8 * b < L::kColumns) *reinterpret_cast<uint32_t*>(target + 8 * b * 128) = word[a][b];
+        }
+      }
   }
 };
 
