@@ -2,6 +2,10 @@
 
     python benchmarks/gpu_session.py --minutes 9
     python benchmarks/gpu_session.py --minutes 9 --steps tests,peers-1,layers-0
+    python benchmarks/gpu_session.py --minutes 9 --kernel-list kernels.json
+
+The tests compile on every core while they run: the kernels that a rehearsal listed on any machine (`python -m pytest
+tests/gpu --rehearse --kernel-list kernels.json`), or without a list those that the tests' parameters tell.
 
 Needs torch and the package's dependencies and installs nothing. Steps run in the order below, most important first,
 each under a timeout; results are added to tests/gpu/results.json and benchmarks/results/<gpu>.json.
@@ -40,8 +44,8 @@ class Step:
     seconds: int
 
 
-def steps(results: Path) -> list[Step]:
-    """All steps; `results` is the benchmarks' results file."""
+def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
+    """All steps; `results` is the benchmarks' results file, `kernel_list` what a rehearsal of the GPU tests wrote."""
     sys.path.insert(0, str(ROOT))
     from cutlass_sep.bench import inputs, session
 
@@ -56,7 +60,10 @@ def steps(results: Path) -> list[Step]:
         "--gpu-results",
         "tests/gpu/results.json",
         "--gpu-results-append",
+        "--build-ahead",
     ]
+    if kernel_list is not None:
+        tests += ["--kernel-list", str(kernel_list.resolve())]  # a step runs in ROOT
     planned = [
         Step("verify", ["cutlass_sep", "verify"], 120),
         Step("lead", bench("--suite", "lead", "--peers", "eager", "--startup"), 240),
@@ -76,12 +83,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="stop starting steps, and cut the last one, by then")
     parser.add_argument("--steps", type=lambda text: text.split(","), help="only these, in this order; default: all")
     parser.add_argument("--copy-to", type=Path, help="a folder that gets a copy of the results files and of each log")
+    parser.add_argument("--kernel-list", type=Path, help="kernels that a rehearsal of the tests listed, compiled first")
     parser.add_argument("--list", action="store_true", help="print the names of the steps and stop")
     args = parser.parse_args()
+    if args.kernel_list is not None and not args.kernel_list.is_file():
+        parser.error(f"--kernel-list {args.kernel_list} must be a file; `pytest tests/gpu --rehearse` writes one")
     deadline = time.monotonic() + 60 * args.minutes
     gpu = _gpu_name()
     results = ROOT / "benchmarks" / "results" / f"{gpu}.json"
-    planned = {step.name: step for step in steps(results)}
+    planned = {step.name: step for step in steps(results, args.kernel_list)}
     if args.list:
         print("\n".join(planned))
         return 0
@@ -98,7 +108,8 @@ def main() -> int:
     print("\n".join(f"{name:10} {outcome}" for name, outcome in outcomes.items()))
     rest = [name for name, outcome in outcomes.items() if outcome in ("not run", "cut short")]
     if rest:
-        print(f"to go on: python benchmarks/gpu_session.py --steps {','.join(rest)}")
+        listed = "" if args.kernel_list is None else f" --kernel-list {args.kernel_list}"
+        print(f"to go on: python benchmarks/gpu_session.py --steps {','.join(rest)}{listed}")
     return 0 if all(outcome == "exit 0" for outcome in outcomes.values()) else 1
 
 
