@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from .problem import SeparableConv2dProblem
 
 if TYPE_CHECKING:
+    from .block_schedule import FusedGeometry
     from .schedule import Geometry
 
 #: Multiprocessors, and cycles a microsecond under load.
@@ -40,6 +41,10 @@ _EXPOSED = 0.23
 _LATE = 0.3
 #: Instructions of an activation on one value.
 _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 28}
+#: The same in the forms for 16-bit tensors.
+_ACTIVATION_16 = _ACTIVATION | {"silu": 6, "gelu_tanh": 10, "gelu": 10}
+#: Cycles of a tile of the fused block beside its chunks: sums that start from x, the epilogue.
+_FUSED_TILE_CYCLES = 4000.0
 #: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
 #: convolutions reach.
 _TORCH_LAUNCH_US = 3.0
@@ -167,6 +172,19 @@ def sm90_us(g: Geometry) -> float:
         rounds = g.chunks * (_combine(load, compute) + behind * min(load, compute))
         fill = _LATENCY
     return -(-items // MULTIPROCESSORS) * (rounds + fill) / CYCLES_PER_US + LAUNCH_US
+
+
+def fused_us(g: FusedGeometry) -> float:
+    """Microseconds of a call of the block's fused form."""
+    block, taps = g.block, g.block.kernel
+    # Cycles of a tile and chunk of 64 hidden channels: tensor cores, and instructions of the eight warps that make
+    # depthwise outputs, 16 channels x 16 positions at a time.
+    tensor = 4 * (g.expand_atoms * g.positions / 2 + g.schedule.tile_oc)
+    instructions = 8 * taps + 5 * (taps + 1) + taps + 8 * _ACTIVATION_16[block.activation] + 40
+    tile = g.chunks * _combine(tensor, 8 * instructions) + _FUSED_TILE_CYCLES
+    rounds = -(-g.tiles // MULTIPROCESSORS)
+    memory = block.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
+    return max(rounds * tile, memory) / CYCLES_PER_US + LAUNCH_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from . import arch as archs
-from .block_schedule import BlockSchedule
+from .block_schedule import BlockSchedule, FusedGeometry
 from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
 from .planner import Plan, plan
@@ -24,8 +24,8 @@ from .source import render
 
 #: struct cutlass_sep::Arguments of templates/problem.cuh: ten pointers, eight ints.
 _ARGUMENTS = struct.Struct("10Q8i")
-#: Positions of two pointers in it.
-_X, _Y = 0, 5
+#: Positions of three pointers in it.
+_X, _Y, _EXPAND_WEIGHT = 0, 5, 8
 _TENSOR_MAP_BYTES = 128
 #: Threads of a block of pack_weights (templates/pack_weights.cuh).
 PACK_THREADS = 256
@@ -145,6 +145,35 @@ class _Stage:
             return _tensor_map(p.dtype, address, extents, strides, (8 * g.lane_q, 1, g.group_oc, 1), g.store_bytes)
         extents, strides = (p.o, p.q, p.p, p.n), (p.o * size, p.q * p.o * size, p.p * p.q * p.o * size)
         return _tensor_map(p.dtype, address, extents, strides, (g.store_bytes // size, 16, 1, 1), g.store_bytes)
+
+
+class _FusedStage(_Stage):
+    """The main kernel of the block's fused form."""
+
+    def __init__(self, geometry: FusedGeometry):
+        self.name = "block1d"
+        self.geometry = geometry
+        self.encoders = [(_X, self._encode_x), (_EXPAND_WEIGHT, self._encode_expand_weight)]
+        self._maps = OrderedDict()
+
+    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As of any stage; a work item has no steps."""
+        g, b = self.geometry, self.geometry.block
+        scalars = (b.n, 1, b.l, 1, b.l, 0, b.pads[0], 0)
+        return (min(g.tiles, processors), 1, 1, g.threads, 1, 1, g.shared_bytes), scalars
+
+    def _encode_x(self, address: int) -> bytes:
+        b, g = self.geometry.block, self.geometry
+        size = b.element_size
+        if g.channels_last:
+            extents, strides = (b.c, b.l, b.n), (b.c * size, b.l * b.c * size)
+            return _tensor_map(b.dtype, address, extents, strides, (64, g.positions, 1), 128)
+        extents, strides = (b.l, b.c, b.n), (b.l * size, b.c * b.l * size)
+        return _tensor_map(b.dtype, address, extents, strides, (16, 64 * g.expand_atoms, 1), 32)
+
+    def _encode_expand_weight(self, address: int) -> bytes:
+        b = self.geometry.block
+        return _tensor_map(b.dtype, address, (b.c, b.e), (b.c * b.element_size,), (64, 64), 128)
 
 
 class _Launcher:
@@ -293,6 +322,8 @@ class BlockKernel(Kernel):
         return f"{what}-c{p.c}-e{p.e}-o{p.o}-k{p.kernel}"
 
     def _stages(self) -> list[_Stage]:
+        if self.schedule.form == "fused":
+            return [_FusedStage(FusedGeometry.of(self.problem, self.schedule))]
         expand = _Stage("expand", self.problem.expand, self.schedule.expand)
         project = _Stage("project", self.problem.project, self.schedule.project)
         return [expand, project]
@@ -300,26 +331,19 @@ class BlockKernel(Kernel):
     @property
     def _hidden_bytes(self) -> int:
         p = self.problem
-        return -(-p.n * p.e * p.l * p.element_size // 256) * 256
+        return 0 if self.schedule.form == "fused" else -(-p.n * p.e * p.l * p.element_size // 256) * 256
 
     def _pointers(self, tensors: tuple, y: int, workspace: int) -> list[tuple[int, ...]]:
         x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = tensors
+        project = (dw_weight, project_weight, dw_bias, project_bias, y)
+        of_block = (x, expand_weight, expand_bias)
+        if self.schedule.form == "fused":
+            return [(x, *project, workspace, *of_block)]
         hidden, packed = workspace, workspace + self._hidden_bytes
         packed_project = packed + self.stages[0].geometry.workspace_bytes
         return [
             (x, 0, expand_weight, 0, expand_bias, hidden, packed, 0, 0, 0),
-            (
-                hidden,
-                dw_weight,
-                project_weight,
-                dw_bias,
-                project_bias,
-                y,
-                packed_project,
-                x,
-                expand_weight,
-                expand_bias,
-            ),
+            (hidden, *project, packed_project, *of_block),
         ]
 
 

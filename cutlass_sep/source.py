@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from .block_schedule import BlockSchedule
+from .block_schedule import BlockSchedule, FusedGeometry
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 
@@ -82,13 +82,13 @@ def mma_atom(problem: SeparableConv2dProblem, schedule: Schedule) -> str:
     return f"SM80_{m}x{n}x{k}_F32{element}{element}F32_TN"
 
 
-def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
+def constants(geometry: Geometry) -> dict[str, Any]:
     """The compile-time constants of struct Config, by their C++ names."""
-    geometry = Geometry(problem, schedule)
+    problem, schedule = geometry.problem, geometry.schedule
     values: dict[str, Any] = {
         "kChannelsLast": problem.layout == "channels_last",
         "kPixelMajor": geometry.pixel_major,
-        "kPhase": 0 if geometry.pixel_major else geometry.phase,
+        "kPhase": 0 if schedule.path == "portable" else geometry.phase,
         "kC": problem.c,
         "kO": problem.o,
         "kKernelH": problem.kernel[0],
@@ -101,6 +101,7 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
         "kPwBias": problem.pw_bias,
         "kDepthwise": problem.depthwise,
         "kResidual": problem.residual,
+        "kResidualInSums": isinstance(geometry, FusedGeometry),
         "kSplit": geometry.split,
         "kFp16Range": problem.dtype == "float16",
         "kMmaSteps": geometry.mma_steps,
@@ -110,7 +111,15 @@ def constants(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, 
         "kWarpsQ": schedule.warps_q,
         "kWarpgroups": schedule.warpgroups,
     }
-    if schedule.path == "sm90":
+    if isinstance(geometry, FusedGeometry):
+        values |= {
+            "kVectorAccess": True,
+            "kPositions": geometry.positions,
+            "kExpandSlots": geometry.expand_slots,
+            "kHiddenSlots": schedule.row_slots,
+            "kWeightSlots": schedule.weight_slots,
+        }
+    elif schedule.path == "sm90":
         values |= {
             "kSideBySide": schedule.side_by_side,
             "kRowSlots": schedule.row_slots,
@@ -136,7 +145,7 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
         "mma_atom": mma_atom(problem, schedule),
         "mid_activation": ACTIVATION_STRUCTS[problem.mid_activation],
         "activation": ACTIVATION_STRUCTS[problem.activation],
-        "constants": constants(problem, schedule) | {"kExpandC": 0},
+        "constants": constants(Geometry(problem, schedule)) | {"kExpandC": 0},
     }
 
 
@@ -148,6 +157,20 @@ def _two_kernels(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> l
         expand["activation"] = "HalfOrNan"
         project["constants"] |= {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
     return [expand, project]
+
+
+def _fused_kernel(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> dict[str, Any]:
+    geometry = FusedGeometry.of(problem, schedule)
+    tile_oc = schedule.project.tile_oc
+    element = {"float16": "F16", "bfloat16": "BF16"}[problem.dtype]
+    kind, major = f"F32{element}{element}", "cute::SM90::GMMA::Major::"
+    x_major = "K" if geometry.channels_last else "MN"
+    expand = {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
+    return _kernel("block1d", problem.project, schedule.project) | {
+        "expand_atom": f"MMA_64x{geometry.positions}x16_{kind}_SS<{major}K, {major}{x_major}>",
+        "mma_atom": f"MMA_64x{tile_oc if tile_oc <= 128 else tile_oc // 2}x16_{kind}_RS<{major}K, {major}K>",
+        "constants": constants(geometry) | expand,
+    }
 
 
 def title(
@@ -168,9 +191,13 @@ def title(
 
 def render(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> str:
     """The whole translation unit. Depends on the compile-time part of the problem alone: not on N, H, W, L or P, Q."""
+    heading = title(problem, schedule, arch)
+    if isinstance(schedule, BlockSchedule) and schedule.form == "fused":
+        unit = _environment().get_template("block1d_sm90.cu.j2")
+        return _inline(unit.render(title=heading, kernel=_fused_kernel(problem, schedule)))
     if isinstance(problem, SeparableBlock1dProblem):
         kernels = _two_kernels(problem, schedule)
     else:
         kernels = [_kernel("separable2d", problem, schedule)]
     unit = _environment().get_template(f"separable2d_{schedule.path}.cu.j2")
-    return _inline(unit.render(title=title(problem, schedule, arch), kernels=kernels))
+    return _inline(unit.render(title=heading, kernels=kernels))

@@ -86,25 +86,6 @@ struct WorkItem {
   CUTLASS_DEVICE int rows() const { return L::G::window_rows(steps * L::kTileP); }
 };
 
-using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
-using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-/// Position in a ring of `Slots`: the slot and the parity of its current round.
-template <int Slots>
-struct RingCursor {
-  int slot = 0;
-  uint32_t parity = 0;
-  CUTLASS_DEVICE void advance() {
-    if (++slot == Slots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  CUTLASS_DEVICE RingCursor after(int count) const {
-    return {(slot + count) % Slots, parity ^ ((slot + count) / Slots & 1)};
-  }
-};
-
 template <class Config>
 struct Sm90Shared {
   using L = Sm90Layout<Config>;
@@ -191,16 +172,6 @@ struct PointwiseMma {
   using Atom = typename Config::MmaAtom;
   using Accumulator = float[Config::kBlocks][Config::kTileOc / 2];
 
-  /// K-major operand, 128-byte swizzle: 8-row groups lie 1024 bytes apart.
-  CUTLASS_DEVICE static uint64_t descriptor(char const* address) {
-    cute::GmmaDescriptor d;
-    d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
-    d.bitfield.leading_byte_offset_ = 1;
-    d.bitfield.stride_byte_offset_ = 1024 >> 4;
-    d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-    return d.desc_;
-  }
-
   template <int... I>
   CUTLASS_DEVICE static void fma(uint32_t const (&a)[4], uint64_t b, float (&c)[Config::kTileOc / 2], bool accumulate,
                                  cute::integer_sequence<int, I...>) {
@@ -218,7 +189,7 @@ struct PointwiseMma {
       CUTLASS_PRAGMA_UNROLL
       for (int product = 0; product < kProducts; ++product) {
         int const part_a = Config::kSplit ? SplitProducts::a(product) : 0, part_b = Config::kSplit ? SplitProducts::b(product) : 0;
-        uint64_t const b_descriptor = descriptor(weights + P::instruction_offset(first + i, part_b));
+        uint64_t const b_descriptor = k_major_descriptor(weights + P::instruction_offset(first + i, part_b));
         CUTLASS_PRAGMA_UNROLL
         for (int b = 0; b < Config::kBlocks; ++b) fma(fragment[i].a[part_a][b], b_descriptor, acc[b], accumulate, Indices{});
         accumulate = true;
