@@ -181,10 +181,27 @@ def _backward_without_autocast(*args) -> list[Tensor]:
         return backward_op(*args)
 
 
+def _of_no_element(op, in_dims, args):
+    """What vmap returns over a dimension of size 0: `op` is never called, its fake kernel tells the shapes."""
+    meta = (
+        a.new_empty([*a.shape[:d], *a.shape[d + 1 :]] if isinstance(d, int) else a.shape, device="meta")
+        if isinstance(a, Tensor)
+        else a
+        for a, d in zip(args, in_dims, strict=True)
+    )
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    result = op(*meta)
+    if isinstance(result, Tensor):
+        return torch.empty((0, *result.shape), dtype=result.dtype, device=device), 0
+    return [torch.empty((0, *r.shape), dtype=r.dtype, device=device) for r in result], [0] * len(result)
+
+
 def _one_by_one(op):
     """Rule of torch.vmap: calls `op` once an element of the mapped dimension."""
 
     def rule(info, in_dims, *args):
+        if info.batch_size == 0:
+            return _of_no_element(op, in_dims, args)
         results = [
             op(*(a.select(d, i) if isinstance(d, int) else a for a, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)

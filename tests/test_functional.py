@@ -604,6 +604,25 @@ def test_transforms_and_subclasses_see_the_call(device: str):
             separable(dual, *tensors[1:], **case.options)
 
 
+def test_vmap_over_a_dimension_of_size_0(device: str):
+    case = Case(stride=2)
+    tensors = case.tensors(device)
+    y = separable(*tensors, **case.options)
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return separable(x, weight, *tensors[2:], **case.options)
+
+    none_at_1 = tensors[0].new_empty((tensors[0].shape[0], 0, *tensors[0].shape[1:]))
+    none = torch.vmap(forward, (1, None))(none_at_1, tensors[1])
+    assert (none.shape, none.dtype, none.device) == ((0, *y.shape), y.dtype, y.device)
+    gradients = torch.func.grad(lambda x, weight: forward(x, weight).sum(), (0, 1))
+    none_x, none_weight = torch.vmap(gradients, (1, None))(none_at_1, tensors[1])
+    assert none_x.shape == (0, *tensors[0].shape) and none_weight.shape == (0, *tensors[1].shape)
+    # What no element of a mapped dimension could be is refused as for one element.
+    with pytest.raises(RuntimeError, match="dw_weight"):
+        torch.vmap(forward, (1, None))(none_at_1, tensors[1][1:])
+
+
 def test_negated_views_are_resolved():
     x, *parameters = Case(n=1, c=1, o=1, h=1, w=1, kernel=(1, 1), padding=0).tensors(dtype=torch.float64)
     imaginary = torch.complex(x, x).conj().imag
