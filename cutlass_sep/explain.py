@@ -9,21 +9,25 @@ from typing import Any
 import torch
 
 from . import arch as archs
-from . import dispatch, functional, schedule
-from .module import DepthwiseSeparableConv2d
-from .op import DepthwiseSeparableConv2d as Operation
-from .problem import SeparableConv2dProblem
+from . import dispatch, functional, planner
+from .block_schedule import BlockSchedule
+from .module import SeparableModule
+from .op import Operation
+from .operators import OPERATORS, lowered
+from .problem import Problem
 from .schedule import Schedule, Support
-from .torch_ops import autocast
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """path: "sm90", "portable" or "torch". reason: why that one. schedule: None on path "torch". form: None in 2-D."""
+    """path: "sm90", "portable" or "torch". reason: why that one. schedule: None on path "torch".
+
+    form: "fused" or "two_kernel" of a block, None on path "torch" and in 2-D.
+    """
 
     path: str
     reason: str
-    schedule: Schedule | None
+    schedule: Schedule | BlockSchedule | None
     form: str | None = None
 
 
@@ -33,15 +37,15 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     Meta tensors are planned for the default architecture. TypeError for any other f.
     """
     if isinstance(f, Operation):
-        return Explanation(f.path, f.reason, f.schedule)
-    if isinstance(f, DepthwiseSeparableConv2d) and (reason := f.plain_reason()) is not None:
+        return Explanation(f.path, f.reason, f.schedule, f.form)
+    if isinstance(f, SeparableModule) and (reason := f.plain_reason()) is not None:
         return Explanation("torch", reason, None)
     problem, device = _problem(f, args, kwargs)
     try:
         plan = dispatch.choose(problem, device)
     except dispatch.UNAVAILABLE as error:
         return Explanation("torch", str(error), None)
-    return Explanation(plan.path, plan.reason, plan.schedule)
+    return Explanation(plan.path, plan.reason, plan.schedule, plan.form)
 
 
 def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
@@ -58,7 +62,7 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(x, torch.Tensor) and x.is_cuda:
             f.kernel.load(x.device.index)
         return
-    if isinstance(f, DepthwiseSeparableConv2d) and f.plain_reason() is not None:
+    if isinstance(f, SeparableModule) and f.plain_reason() is not None:
         return
     problem, device = _problem(f, args, kwargs)
     plan = dispatch.choose(problem, device)
@@ -69,37 +73,48 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
     if device.type == "cuda":
         kernel.kernel_for(problem, device.index, plan).load(device.index)
     else:
-        kernel.Kernel(problem, plan.schedule, archs.default()).cubin  # noqa: B018
+        kernel.make(problem, plan.schedule, archs.default()).cubin  # noqa: B018
 
 
-def supports(op_or_problem: Operation | SeparableConv2dProblem, path: str, arch: str) -> Support:
+def supports(op_or_problem: Operation | Problem, path: str, arch: str, form: str | None = None) -> Support:
     """Whether `path` ("sm90", "portable" or "torch") can run this problem on `arch`; `.reason` says why not.
 
-    ValueError for unknown paths and architectures, TypeError for anything but an op or a problem.
+    form: of the block, "fused" or "two_kernel"; None for any. ValueError for unknown paths, forms and architectures,
+    TypeError for anything but an op or a problem.
     """
     problem = op_or_problem.problem if isinstance(op_or_problem, Operation) else op_or_problem
-    if not isinstance(problem, SeparableConv2dProblem):
+    if not isinstance(problem, Problem):
         raise TypeError(f"op_or_problem must be an op or a problem of cutlass_sep, got {op_or_problem!r}")
     archs.check(arch)
-    return Support(True) if path == "torch" else schedule.supports(problem, path, arch)
+    planner.check_form(problem, form)
+    if path != "torch":
+        return planner.supports(problem, path, arch, form)
+    return Support(True) if form is None else Support(False, "path torch has no forms")
 
 
-def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[SeparableConv2dProblem, torch.device]:
-    if isinstance(f, DepthwiseSeparableConv2d):
+def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[Problem, torch.device]:
+    if isinstance(f, SeparableModule):
         args, kwargs = f.call(*args, **kwargs)
-    elif f is not functional.depthwise_separable_conv2d:
-        raise TypeError(f"f must be a function, module or op of cutlass_sep, got {f!r}")
+        operator = f.operator
+    else:
+        operator = next((o for o in OPERATORS if f is getattr(functional, o.name)), None)
+        if operator is None:
+            raise TypeError(f"f must be a function, module or op of cutlass_sep, got {f!r}")
     # As the call itself would take them: an argument too many, too few or given twice raises TypeError.
-    bound = inspect.signature(functional.depthwise_separable_conv2d).bind(*args, **kwargs).arguments
-    x = bound["x"]
+    bound = inspect.signature(getattr(functional, operator.name)).bind(*args, **kwargs)
+    bound.apply_defaults()
+    tensors = tuple(bound.arguments[name] for name in operator.tensors)
+    options = tuple(bound.arguments[name] for name in operator.options)
+    x = tensors[0]
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        # What the cast would give, as a meta tensor: same layout, a fresh (aligned) address.
         dtype = torch.get_autocast_dtype(x.device.type)
-        bound |= {
-            name: autocast(value.to("meta"), "meta", dtype)
-            for name, value in bound.items()
-            if isinstance(value, torch.Tensor)
-        }
-    return SeparableConv2dProblem.from_tensors(**bound), x.device
+
+        def lower(tensor: torch.Tensor) -> torch.Tensor:
+            """What the cast would give, as a meta tensor: same layout, a fresh (aligned) address."""
+            return lowered(tensor.to("meta"), "meta", dtype)
+
+        operator.check(tuple(lower(t) if isinstance(t, torch.Tensor) else t for t in tensors), options)
+        tensors, options, _ = operator.cast(tensors, options, lower)
+    return operator.describe(tensors, options), x.device

@@ -1,6 +1,8 @@
-"""The operator as a function of tensors."""
+"""The operators as functions of tensors."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -8,7 +10,6 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch, torch_ops
-from .problem import check_tensors, pair, resolve_padding
 
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
 
@@ -45,39 +46,83 @@ def depthwise_separable_conv2d(
         RuntimeError: shapes, mixed dtypes or devices. TypeError: other dtypes, sparse or quantised tensors, no tensors.
         ValueError: option values, a depth multiplier. With CUTLASS_SEP_FALLBACK=0 also whatever prevents the kernel.
     """
-    untouched = (
-        x is not None and not torch.compiler.is_compiling() and _untouched(x, dw_weight, pw_weight, dw_bias, pw_bias)
+    options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
+    return _call(
+        depthwise_separable_conv2d, torch_ops.separable2d, (x, dw_weight, pw_weight, dw_bias, pw_bias), options
     )
-    if untouched and not (torch.is_grad_enabled() and _any_requires_grad(x, dw_weight, pw_weight, dw_bias, pw_bias)):
-        # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
-        options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
-        if x.dim() == 3:
-            return dispatch.run(x.unsqueeze(0), dw_weight, pw_weight, dw_bias, pw_bias, *options).squeeze(0)
-        return dispatch.run(x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
 
-    tensors = (x, dw_weight, pw_weight, dw_bias, pw_bias)
+
+def separable_conv_block1d(
+    x: Tensor,
+    expand_weight: Tensor,
+    dw_weight: Tensor,
+    project_weight: Tensor,
+    expand_bias: Tensor | None = None,
+    dw_bias: Tensor | None = None,
+    project_bias: Tensor | None = None,
+    *,
+    dilation: int = 1,
+    activation: str | None = "gelu",
+    residual: bool = True,
+    fp32_precision: str = "ieee",
+) -> Tensor:
+    """project(activation(depthwise(expand(x)))) + x: a pointwise, a depthwise and a pointwise convolution of sequences.
+
+    The depthwise convolution keeps the length as padding='same' does, of even kernels too: it pads the expanded
+    channels with zeros, the odd position on the right. At most two kernels on a GPU.
+
+    Args:
+        x: [N,C,L] or [C,L]; float32, float16, bfloat16 (kernels), float64 (ATen). Any strides: x that is neither
+            contiguous nor the transpose of a contiguous [N,L,C] is copied once.
+        expand_weight, dw_weight, project_weight: [E,C,1], [E,1,k] and [O,E,1]; O is C, or anything without `residual`.
+        expand_bias, dw_bias, project_bias: [E], [E] and [O], or None.
+        dilation: of the depthwise convolution.
+        activation: behind it: None, "relu", "relu6", "silu", "hardswish", "gelu" (erf) or "gelu_tanh".
+        residual: whether x is added.
+        fp32_precision: "ieee" (fp32-grade) or "tf32" (one TF32 pass); torch's own TF32 flags are not consulted.
+
+    Returns:
+        [N,O,L] (or [O,L]) in x's dtype, in [N,L,O] memory if x is transposed so and not contiguous, else contiguous.
+        Under autocast floating tensors are cast to its dtype first, except float64; x is added in its own dtype, which
+        is that of the result, and without `residual` the result has autocast's.
+
+    Raises:
+        As `depthwise_separable_conv2d`.
+    """
+    tensors = (x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
+    options = (dilation, activation, residual, fp32_precision)
+    return _call(separable_conv_block1d, torch_ops.block1d, tensors, options)
+
+
+def _call(function: Callable[..., Tensor], op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
+    """`function(*tensors, **options)`, which is public and `op`."""
+    x, operator = tensors[0], op.operator
+    untouched = x is not None and not torch.compiler.is_compiling() and _untouched(*tensors)
+    if untouched and not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
+        # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
+        if x.dim() == operator.batched - 1:
+            return dispatch.run(operator, (x.unsqueeze(0), *tensors[1:]), options).squeeze(0)
+        return dispatch.run(operator, tensors, options)
+
     if has_torch_function(tensors):
-        return handle_torch_function(
-            depthwise_separable_conv2d, tensors, *tensors, stride=stride, padding=padding, dilation=dilation,
-            mid_activation=mid_activation, activation=activation, fp32_precision=fp32_precision,
-        )  # fmt: skip
-    present = (*tensors[:3], *(t for t in tensors[3:] if t is not None))
-    if not all(isinstance(t, Tensor) for t in present) or x.dim() not in (3, 4) or dw_weight.dim() != 4:
-        check_tensors(*tensors)  # raises
-    stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
-    pads = resolve_padding(padding, tuple(dw_weight.shape[2:]), stride, dilation)
-    batched = x if x.dim() == 4 else x.unsqueeze(0)
-    arguments = (
-        batched, dw_weight, pw_weight, dw_bias, pw_bias, stride, pads, dilation,
-        mid_activation, activation, fp32_precision,
-    )  # fmt: skip
+        return handle_torch_function(function, tensors, *tensors, **operator.named(options))
+    batched = operator.batched
+    weights = [t for t, name in zip(tensors[1:], operator.tensors[1:], strict=True) if name.endswith("weight")]
+    present = [t for t in tensors if t is not None]
+    if (
+        not all(isinstance(t, Tensor) for t in (x, *weights, *present))
+        or x.dim() not in (batched - 1, batched)
+        or any(t.dim() != batched for t in weights)
+    ):
+        operator.check(tensors, options)  # raises
+    arguments = (x if x.dim() == batched else x.unsqueeze(0), *tensors[1:], *operator.resolve(tensors, options))
     if untouched:
-        y = torch_ops.SeparableConv2d.apply(None, *arguments)
+        y = torch_ops.Separable.apply(op, None, *arguments)
     elif not torch.compiler.is_compiling() and _transforms():
-        y = torch_ops.TransformedSeparableConv2d.apply(*arguments)
+        y = torch_ops.TransformedSeparable.apply(op, *arguments)
     else:
-        y = torch_ops.forward_op(*arguments)
-    return y if x.dim() == 4 else y.squeeze(0)
+        y = op.forward(*arguments)
+    return y if x.dim() == batched else y.squeeze(0)
 
 
 _any_requires_grad = torch._C._any_requires_grad

@@ -7,21 +7,68 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from . import functional
-from .problem import ACTIVATIONS, PRECISIONS, check_option, is_integer, pair
+from .operators import BLOCK1D, SEPARABLE2D, Operator
+from .problem import ACTIVATIONS, PRECISIONS, check_flag, check_option, is_integer, pair, same_pads, single
 from .reference import activate
 
 
-class DepthwiseSeparableConv2d(nn.Module):
+class SeparableModule(nn.Module):
+    """What the modules have in common: children that are plain convolutions, read or called at each call."""
+
+    #: The operator that stands for the children while they fit it.
+    operator: Operator
+    #: Class of the children, and their names in the order in which they act.
+    convolution: type[nn.Module]
+    children_names: tuple[str, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.plain_reason() is not None:
+            return self.plain(x)
+        arguments, options = self.call(x)
+        return getattr(functional, self.operator.name)(*arguments, **options)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """y of x by calling the children."""
+        raise NotImplementedError
+
+    def call(self, x: Tensor) -> tuple[tuple, dict]:
+        """Arguments of the function that forward(x) stands for while `plain_reason()` is None."""
+        raise NotImplementedError
+
+    def plain_reason(self) -> str | None:
+        """Why forward() calls the children one by one, or None if it does not."""
+        modules, convolution = self._modules, self.convolution
+        children = [modules[name] for name in self.children_names]
+        for child in children:
+            if not _is_bare(child, convolution):
+                return f"a child carries hooks, parametrizations or another class than nn.{convolution.__name__}"
+        return self._misfit(*children)
+
+    def _misfit(self, *children: nn.Module) -> str | None:
+        """Why bare children, in their order, do not fit the operator; None if they do."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        # The other options are in the children's own.
+        names = (name for name in self.operator.options if name in self.__dict__)
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+class DepthwiseSeparableConv2d(SeparableModule):
     """`pointwise(mid_activation(depthwise(x)))` with an activation behind it, as one kernel on a GPU.
 
     The children `depthwise` and `pointwise` are nn.Conv2d and hold the parameters: depthwise.weight [C,1,kh,kw],
     pointwise.weight [O,C,1,1] and, with `bias`, depthwise.bias [C], pointwise.bias [O]. They are read at each call. If
     one carries hooks, parametrizations or another class, or no longer fits the operator, both are called the plain
-    way; then torch's own precision flags hold.
+    way; then torch's own precision flags hold. forward() gives y [N,O,P,Q] of x [N,C,H,W], or [O,P,Q] of [C,H,W].
 
     Arguments are those of nn.Conv2d, `kernel_size` to `dilation` for the depthwise convolution. Raises ValueError for
     values that are not supported. See `functional.depthwise_separable_conv2d` for the rest.
     """
+
+    operator = SEPARABLE2D
+    convolution = nn.Conv2d
+    children_names = ("depthwise", "pointwise")
 
     def __init__(
         self,
@@ -43,9 +90,7 @@ class DepthwiseSeparableConv2d(nn.Module):
         check_option("mid_activation", mid_activation, ACTIVATIONS)
         check_option("activation", activation, ACTIVATIONS)
         check_option("fp32_precision", fp32_precision, PRECISIONS)
-        for name, value in (("in_channels", in_channels), ("out_channels", out_channels)):
-            if not is_integer(value) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        _check_channels(in_channels=in_channels, out_channels=out_channels)
         try:
             kernel_size = pair("kernel_size", kernel_size, minimum=1)
             stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
@@ -60,16 +105,11 @@ class DepthwiseSeparableConv2d(nn.Module):
         )  # fmt: skip
         self.pointwise = nn.Conv2d(in_channels, out_channels, 1, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """y [N,O,P,Q] of x [N,C,H,W], or [O,P,Q] of [C,H,W]."""
-        if self.plain_reason() is not None:
-            y = self.pointwise(activate(self.depthwise(x), self.mid_activation))
-            return activate(y, self.activation)
-        arguments, options = self.call(x)
-        return functional.depthwise_separable_conv2d(*arguments, **options)
+    def plain(self, x: Tensor) -> Tensor:
+        y = self.pointwise(activate(self.depthwise(x), self.mid_activation))
+        return activate(y, self.activation)
 
     def call(self, x: Tensor) -> tuple[tuple, dict]:
-        """Arguments of the function that forward(x) stands for while `plain_reason()` is None."""
         depthwise, pointwise = self._modules["depthwise"], self._modules["pointwise"]
         arguments = (
             x, _tensor(depthwise, "weight"), _tensor(pointwise, "weight"), _tensor(depthwise, "bias"),
@@ -85,26 +125,109 @@ class DepthwiseSeparableConv2d(nn.Module):
         }
         return arguments, options
 
-    def plain_reason(self) -> str | None:
-        """Why forward() calls the children one by one, or None if it does not."""
-        depthwise, pointwise = self._modules["depthwise"], self._modules["pointwise"]
-        if not (_is_bare(depthwise) and _is_bare(pointwise)):
-            return "a child carries hooks, parametrizations or another class than nn.Conv2d"
-        if (
-            depthwise.groups != depthwise.in_channels
-            or depthwise.in_channels != depthwise.out_channels
-            or depthwise.padding_mode != "zeros"
-            or pointwise.kernel_size != (1, 1)
-            or pointwise.stride != (1, 1)
-            or pointwise.padding not in ((0, 0), "valid", "same")
-            or pointwise.groups != 1
+    def _misfit(self, depthwise: nn.Conv2d, pointwise: nn.Conv2d) -> str | None:
+        if _is_depthwise(depthwise) and _is_pointwise(pointwise):
+            return None
+        return "the children are no depthwise and no pointwise convolution"
+
+
+class SeparableConvBlock1d(SeparableModule):
+    """`project_back(activation(depthwise(pointwise(x)))) + x` of sequences, as at most two kernels on a GPU.
+
+    The children are nn.Conv1d with biases and hold the parameters: pointwise.weight [E,C,1], depthwise.weight [E,1,k]
+    (padding="same": the length is kept, of even kernels too) and project_back.weight [C,E,1]. They are read at each
+    call. If one carries hooks, parametrizations or another class, or no longer fits the operator, all are called the
+    plain way; then torch's own precision flags hold. forward() gives y [N,C,L] of x [N,C,L], or [C,L] of [C,L].
+
+    Raises ValueError for values that are not supported. See `functional.separable_conv_block1d` for the rest.
+    """
+
+    operator = BLOCK1D
+    convolution = nn.Conv1d
+    children_names = ("pointwise", "depthwise", "project_back")
+
+    def __init__(
+        self,
+        channels: int,
+        expanded_channels: int,
+        kernel_size: int,
+        *,
+        dilation: int = 1,
+        activation: str | None = "gelu",
+        residual: bool = True,
+        fp32_precision: str = "ieee",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_option("activation", activation, ACTIVATIONS)
+        check_flag("residual", residual)
+        check_option("fp32_precision", fp32_precision, PRECISIONS)
+        _check_channels(channels=channels, expanded_channels=expanded_channels)
+        try:
+            kernel_size = single("kernel_size", kernel_size, minimum=1)
+            dilation = single("dilation", dilation, minimum=1)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        self.activation, self.residual, self.fp32_precision = activation, residual, fp32_precision
+        self.pointwise = nn.Conv1d(channels, expanded_channels, 1, device=device, dtype=dtype)
+        self.depthwise = nn.Conv1d(
+            expanded_channels, expanded_channels, kernel_size, padding="same", dilation=dilation,
+            groups=expanded_channels, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.project_back = nn.Conv1d(expanded_channels, channels, 1, device=device, dtype=dtype)
+
+    def plain(self, x: Tensor) -> Tensor:
+        y = self.project_back(activate(self.depthwise(self.pointwise(x)), self.activation))
+        return x + y if self.residual else y
+
+    def call(self, x: Tensor) -> tuple[tuple, dict]:
+        children = [self._modules[name] for name in self.children_names]
+        arguments = (
+            x,
+            *(_tensor(child, "weight") for child in children),
+            *(_tensor(child, "bias") for child in children),
+        )
+        options = {
+            "dilation": children[1].dilation,
+            "activation": self.activation,
+            "residual": self.residual,
+            "fp32_precision": self.fp32_precision,
+        }
+        return arguments, options
+
+    def _misfit(self, pointwise: nn.Conv1d, depthwise: nn.Conv1d, project_back: nn.Conv1d) -> str | None:
+        if not (_is_pointwise(pointwise) and _is_depthwise(depthwise) and _is_pointwise(project_back)):
+            return "the children are no pointwise, depthwise and pointwise convolution"
+        left, right = same_pads(depthwise.kernel_size[0], depthwise.dilation[0])
+        if depthwise.stride != (1,) or not (
+            depthwise.padding == "same"
+            or (left == right and depthwise.padding == (left,))
+            or (right == 0 and depthwise.padding == "valid")
         ):
-            return "the children are no depthwise and no pointwise convolution"
+            return "the child depthwise does not keep the length"
         return None
 
-    def extra_repr(self) -> str:
-        names = ("mid_activation", "activation", "fp32_precision")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+#: Of nn.Conv1d and nn.Conv2d.
+_ONES = ((1,), (1, 1))
+_NO_PADDING = ((0,), (0, 0), "valid", "same")
+
+
+def _check_channels(**named: int) -> None:
+    for name, value in named.items():
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _is_depthwise(child: nn.Module) -> bool:
+    """Whether a convolution is depthwise, of multiplier 1 and padded with zeros."""
+    return child.groups == child.in_channels == child.out_channels and child.padding_mode == "zeros"
+
+
+def _is_pointwise(child: nn.Module) -> bool:
+    """Whether a convolution takes one pixel to one pixel, all channels of it."""
+    return child.kernel_size in _ONES and child.stride in _ONES and child.padding in _NO_PADDING and child.groups == 1
 
 
 def _tensor(child: nn.Module, name: str) -> Tensor | None:
@@ -113,9 +236,9 @@ def _tensor(child: nn.Module, name: str) -> Tensor | None:
     return parameters[name] if name in parameters else getattr(child, name)
 
 
-def _is_bare(child: nn.Module) -> bool:
-    """Whether calling the child would run nn.Conv2d.forward and nothing else."""
-    return type(child) is nn.Conv2d and not (
+def _is_bare(child: nn.Module, convolution: type[nn.Module]) -> bool:
+    """Whether calling the child would run the forward() of `convolution` and nothing else."""
+    return type(child) is convolution and not (
         child._forward_pre_hooks
         or child._forward_hooks
         or child._backward_pre_hooks

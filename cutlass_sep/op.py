@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from . import arch as archs
-from . import reference
-from .dispatch import MEMORY_FORMATS, as_parameter
+from .dispatch import as_parameter
 from .errors import Unsupported
-from .problem import SeparableConv2dProblem, is_dense, layout_of
-from .schedule import PATHS, Schedule, candidates, check, tile_key
+from .operators import BLOCK1D, SEPARABLE2D, Operator
+from .problem import has_layout, is_dense, laid_out, layout_of, strides_of
+from .schedule import PATHS, Schedule, tile_key
 
 if TYPE_CHECKING:
     from cutlass_library import TileDescription
 
+    from .block_schedule import BlockSchedule
     from .compiler import Resources
     from .kernel import Kernel
-
-_NAMES = ("x", "dw_weight", "pw_weight", "dw_bias", "pw_bias")
+    from .planner import Plan
 
 
 @dataclass(frozen=True)
@@ -39,80 +39,77 @@ class Compiled:
     build_seconds: float
 
 
-class DepthwiseSeparableConv2d:
-    """The operator for the shapes, dtype, layout and options of the example tensors.
+class Operation:
+    """An operator for the shapes, dtype, layout and options of example tensors; its public classes name the arguments.
 
-    Attributes: `problem`, `arch` ("sm_90a"; default: CUTLASS_SEP_ARCH, else the example's GPU, else the current one,
-    else sm_90a), `path` ("sm90", "portable" or, only if asked for, "torch"), `schedule` (None for "torch"), `reason`.
-
-    `schedule` is a Schedule or its JSON (a dict). Raises Unsupported with the reason if the path or schedule asked for
-    cannot run the problem, or no kernel can; otherwise as `SeparableConv2dProblem.from_tensors`.
+    Attributes: see `DepthwiseSeparableConv2d` and `SeparableConvBlock1d`.
     """
+
+    _operator: Operator
 
     def __init__(
         self,
-        x: Tensor,
-        dw_weight: Tensor,
-        pw_weight: Tensor,
-        dw_bias: Tensor | None = None,
-        pw_bias: Tensor | None = None,
-        *,
-        stride: int | tuple[int, int] = 1,
-        padding: int | tuple[int, int] | str = 0,
-        dilation: int | tuple[int, int] = 1,
-        mid_activation: str | None = None,
-        activation: str | None = None,
-        fp32_precision: str = "ieee",
-        path: str | None = None,
-        schedule: Schedule | dict[str, Any] | None = None,
-        arch: str | None = None,
+        tensors: tuple[Tensor | None, ...],
+        options: tuple,
+        path: str | None,
+        form: str | None,
+        schedule: Any,
+        arch: str | None,
     ) -> None:
-        self.problem = SeparableConv2dProblem.from_tensors(
-            x, dw_weight, pw_weight, dw_bias, pw_bias, stride=stride, padding=padding, dilation=dilation,
-            mid_activation=mid_activation, activation=activation, fp32_precision=fp32_precision,
-        )  # fmt: skip
+        self.problem = self._operator.describe(tensors, options)
         if path not in (None, "torch", *PATHS):
             raise ValueError(
                 f"path={path!r} is unknown; it must be None, 'torch' or one of {', '.join(map(repr, PATHS))}"
             )
+        x = tensors[0]
         self.arch = archs.check(arch) if arch is not None else _default_arch(x.device)
         self._shapes = {
             name: None if tensor is None else tuple(tensor.shape)
-            for name, tensor in zip(_NAMES, (x, dw_weight, pw_weight, dw_bias, pw_bias), strict=True)
+            for name, tensor in zip(self._operator.tensors, tensors, strict=True)
         }
         self._dtype = x.dtype
         self._kernel: Kernel | None = None
         self._capable: set[int] = set()
-        self.path, self.schedule, self.reason = self._plan(path, schedule)
+        chosen = self._plan(path, form, schedule)
+        self.path, self.form, self.schedule, self.reason = chosen.path, chosen.form, chosen.schedule, chosen.reason
 
-    def _plan(self, path: str | None, schedule: Schedule | dict | None) -> tuple[str, Schedule | None, str]:
-        from .planner import plan
+    def _plan(self, path: str | None, form: str | None, schedule: Any) -> Plan:
+        from . import planner
 
+        problem, arch = self.problem, self.arch
         if schedule is not None:
-            schedule = schedule if isinstance(schedule, Schedule) else Schedule.from_json(schedule)
-            if path not in (None, schedule.path):
-                raise ValueError(f"path={path!r} contradicts the schedule, which is for path {schedule.path!r}")
-            if not (support := check(self.problem, schedule, self.arch)):
-                raise Unsupported(f"this schedule cannot run on {self.arch}: {support.reason}")
-            return schedule.path, schedule, "the schedule was given"
-        chosen = plan(self.problem, self.arch, path)
+            kind = planner.schedule_type(problem)
+            schedule = schedule if isinstance(schedule, kind) else kind.from_json(schedule)
+            given = planner.Plan(schedule.path, schedule, "the schedule was given")
+            for name, asked in (("path", path), ("form", form)):
+                if asked not in (None, own := getattr(given, name)):
+                    raise ValueError(f"{name}={asked!r} contradicts the schedule, which is for {name} {own!r}")
+            if not (support := planner.rules(problem).check(problem, schedule, arch)):
+                raise Unsupported(f"this schedule cannot run on {arch}: {support.reason}")
+            return given
+        chosen = planner.plan(problem, arch, path, form)
         if chosen.schedule is not None or path == "torch":
-            return chosen.path, chosen.schedule, chosen.reason
+            return chosen
         # An op is there to emit a kernel, also where the planner would rather call PyTorch.
-        legal = candidates(self.problem, self.arch)
+        legal = planner.candidates(problem, arch)
         if not legal:
             raise Unsupported(chosen.reason)
-        return legal[0].path, legal[0], f"the best kernel, although path torch was planned: {chosen.reason}"
+        reason = f"the best kernel, although path torch was planned: {chosen.reason}"
+        return planner.Plan(legal[0].path, legal[0], reason)
+
+    def _legal(self) -> list:
+        """Legal schedules on this op's path and in its form, best first."""
+        from . import planner
+
+        return [] if self.path == "torch" else planner.candidates(self.problem, self.arch, self.path, self.form)
 
     def tile_descriptions(self) -> list[TileDescription]:
-        """Legal schedules as CUTLASS describes them, best first; on the path asked for or planned.
+        """Legal schedules as CUTLASS describes them, best first; on the path and in the form asked for or planned.
 
         Of schedules that differ only in what CUTLASS does not know, the best one stands for all.
         """
-        if self.path == "torch":
-            return []
         tiles = {}
-        for schedule in candidates(self.problem, self.arch, self.path):
+        for schedule in self._legal():
             tile = schedule.tile_description(self.problem)
             tiles.setdefault(tile_key(tile), tile)
         return list(tiles.values())
@@ -127,9 +124,9 @@ class DepthwiseSeparableConv2d:
         if self._kernel is None:
             if self.schedule is None:
                 raise Unsupported("path torch has no kernel: nothing is emitted or compiled")
-            from .kernel import Kernel
+            from .kernel import make
 
-            self._kernel = Kernel(self.problem, self.schedule, self.arch)
+            self._kernel = make(self.problem, self.schedule, self.arch)
         return self._kernel
 
     @property
@@ -158,68 +155,55 @@ class DepthwiseSeparableConv2d:
                 f"got {tile_description!r}"
             )
         wanted = tile_key(tile_description)
-        legal = [] if self.path == "torch" else candidates(self.problem, self.arch, self.path)
-        for schedule in legal:
+        for schedule in self._legal():
             if tile_key(schedule.tile_description(self.problem)) == wanted:
                 if schedule != self.schedule:
                     self.schedule, self._kernel = schedule, None
                 return
         raise ValueError(f"tile_description {wanted} is not legal for this problem; see tile_descriptions()")
 
-    def run(
-        self,
-        x: Tensor,
-        dw_weight: Tensor,
-        pw_weight: Tensor,
-        dw_bias: Tensor | None = None,
-        pw_bias: Tensor | None = None,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def _run(self, tensors: tuple[Tensor | None, ...], out: Tensor | None) -> Tensor:
         """y of these tensors, in `out` if given; on torch's current stream, without a gradient. Builds on first use.
 
         Raises ValueError for other shapes, dtypes or layouts than the op's, for a bias too many or too few, and for an
         `out` that overlaps an input; TypeError for what is no dense tensor; RuntimeError for tensors on a device that
         the op's architecture does not run on.
         """
-        tensors = (x, dw_weight, pw_weight, dw_bias, pw_bias)
-        for name, tensor in zip(_NAMES, tensors, strict=True):
+        x, batched = tensors[0], self._operator.batched
+        for name, tensor in zip(self._operator.tensors, tensors, strict=True):
             self._check(name, tensor, self._shapes[name])
             if tensor is not None and tensor.device != x.device:
                 raise RuntimeError(f"x and {name} must be on the same device, got {x.device} and {tensor.device}")
-        if layout_of(x) != self.problem.layout:
-            raise ValueError(f"x is {layout_of(x)}, the op is made for {self.problem.layout}")
+        if (layout := layout_of(x, self.problem.spatial)) != self.problem.layout:
+            raise ValueError(f"x is {layout}, the op is made for {self.problem.layout}")
         self._check_device(x.device)
         if out is not None:
             self._check_out(out, tensors)
         with torch.no_grad():
             # A kernel reads memory, where a negated view holds the values before their negation.
             x, *parameters = (t.resolve_neg() if t is not None and t.is_neg() else t for t in tensors)
-            x, y = (t if t is None or t.dim() == 4 else t.unsqueeze(0) for t in (x, out))
-            y = self._run(x, *parameters, y)
+            x, y = (t if t is None or t.dim() == batched else t.unsqueeze(0) for t in (x, out))
+            y = self._compute(x, parameters, y)
             if out is None:
-                return y if len(self._shapes["x"]) == 4 else y.squeeze(0)
+                return y if len(self._shapes["x"]) == batched else y.squeeze(0)
             if not out.is_inference():
                 torch.autograd.graph.increment_version(out)
             return out
 
-    def _run(self, x, dw_weight, pw_weight, dw_bias, pw_bias, out: Tensor | None) -> Tensor:
+    def _compute(self, x: Tensor, parameters: list[Tensor | None], out: Tensor | None) -> Tensor:
         p = self.problem
-        memory_format = MEMORY_FORMATS[p.layout]
         if self.path == "torch":
-            y = reference.depthwise_separable_conv2d(
-                x, dw_weight, pw_weight, dw_bias, pw_bias, p.stride, p.padding, p.dilation,
-                p.mid_activation, p.activation, p.fp32_precision or "ieee",
-            )  # fmt: skip
-            return y.contiguous(memory_format=memory_format) if out is None else out.copy_(y)
+            y = self._operator.forward(x, *parameters, *self._operator.options_of(p))
+            return laid_out(y, p.layout) if out is None else out.copy_(y)
         y = out
         if y is None or y.data_ptr() % p.alignment or y.is_neg():
-            y = torch.empty((p.n, p.o, p.p, p.q), dtype=x.dtype, device=x.device, memory_format=memory_format)
+            y = torch.empty_strided(p.y_shape, strides_of(p.y_shape, p.layout), dtype=x.dtype, device=x.device)
         if p.n > 0:
-            if not is_dense(x) or x.data_ptr() % p.alignment:
-                x = x.clone(memory_format=memory_format)
-            parameters = map(as_parameter, (dw_weight, pw_weight, dw_bias, pw_bias))
-            self.kernel.launch(x, *parameters, y)
+            if not is_dense(x, p.spatial):
+                x = x.contiguous()
+            elif x.data_ptr() % p.alignment:
+                x = x.clone()
+            self.kernel.launch(x, *map(as_parameter, parameters), y)
         return y if out is None or y is out else out.copy_(y)
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> None:
@@ -250,17 +234,111 @@ class DepthwiseSeparableConv2d:
         self._capable.add(device.index)
 
     def _check_out(self, out: Tensor, inputs: tuple[Tensor | None, ...]) -> None:
-        p = self.problem
-        shape = (p.n, p.o, p.p, p.q)
-        self._check("out", out, shape if len(self._shapes["x"]) == 4 else shape[1:])
+        p, batched = self.problem, self._operator.batched
+        self._check("out", out, p.y_shape if len(self._shapes["x"]) == batched else p.y_shape[1:])
         if out.device != inputs[0].device:
             raise RuntimeError(f"x and out must be on the same device, got {inputs[0].device} and {out.device}")
-        batched = out if out.dim() == 4 else out.unsqueeze(0)
-        if not batched.is_contiguous(memory_format=MEMORY_FORMATS[p.layout]):
+        if not has_layout(out if out.dim() == batched else out.unsqueeze(0), p.layout):
             raise ValueError(f"out must be {p.layout} as the op's x is, got strides {out.stride()}")
-        for name, tensor in zip(_NAMES, inputs, strict=True):
+        for name, tensor in zip(self._operator.tensors, inputs, strict=True):
             if tensor is not None and _overlap(out, tensor):
                 raise ValueError(f"out overlaps {name} in memory")
+
+
+class DepthwiseSeparableConv2d(Operation):
+    """`functional.depthwise_separable_conv2d` for the shapes, dtype, layout and options of the example tensors.
+
+    Attributes: `problem`, `arch` ("sm_90a"; default: CUTLASS_SEP_ARCH, else the example's GPU, else the current one,
+    else sm_90a), `path` ("sm90", "portable" or, only if asked for, "torch"), `schedule` (None for "torch"), `reason`.
+
+    `schedule` is a Schedule or its JSON (a dict). Raises Unsupported with the reason if the path or schedule asked for
+    cannot run the problem, or no kernel can; otherwise as `SeparableConv2dProblem.from_tensors`.
+    """
+
+    _operator = SEPARABLE2D
+
+    def __init__(
+        self,
+        x: Tensor,
+        dw_weight: Tensor,
+        pw_weight: Tensor,
+        dw_bias: Tensor | None = None,
+        pw_bias: Tensor | None = None,
+        *,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] | str = 0,
+        dilation: int | tuple[int, int] = 1,
+        mid_activation: str | None = None,
+        activation: str | None = None,
+        fp32_precision: str = "ieee",
+        path: str | None = None,
+        schedule: Schedule | dict[str, Any] | None = None,
+        arch: str | None = None,
+    ) -> None:
+        options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
+        super().__init__((x, dw_weight, pw_weight, dw_bias, pw_bias), options, path, None, schedule, arch)
+
+    def run(
+        self,
+        x: Tensor,
+        dw_weight: Tensor,
+        pw_weight: Tensor,
+        dw_bias: Tensor | None = None,
+        pw_bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._run((x, dw_weight, pw_weight, dw_bias, pw_bias), out)
+
+    run.__doc__ = Operation._run.__doc__
+
+
+class SeparableConvBlock1d(Operation):
+    """`functional.separable_conv_block1d` for the shapes, dtype, layout and options of the example tensors.
+
+    Attributes as those of `DepthwiseSeparableConv2d`, and `form`: "fused" (one kernel), "two_kernel", or None on path
+    "torch". `schedule` is a BlockSchedule or its JSON. Raises as `DepthwiseSeparableConv2d` does, also for a form.
+    """
+
+    _operator = BLOCK1D
+
+    def __init__(
+        self,
+        x: Tensor,
+        expand_weight: Tensor,
+        dw_weight: Tensor,
+        project_weight: Tensor,
+        expand_bias: Tensor | None = None,
+        dw_bias: Tensor | None = None,
+        project_bias: Tensor | None = None,
+        *,
+        dilation: int = 1,
+        activation: str | None = "gelu",
+        residual: bool = True,
+        fp32_precision: str = "ieee",
+        path: str | None = None,
+        form: str | None = None,
+        schedule: BlockSchedule | dict[str, Any] | None = None,
+        arch: str | None = None,
+    ) -> None:
+        tensors = (x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
+        super().__init__(tensors, (dilation, activation, residual, fp32_precision), path, form, schedule, arch)
+
+    def run(
+        self,
+        x: Tensor,
+        expand_weight: Tensor,
+        dw_weight: Tensor,
+        project_weight: Tensor,
+        expand_bias: Tensor | None = None,
+        dw_bias: Tensor | None = None,
+        project_bias: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self._run((x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias), out)
+
+    run.__doc__ = Operation._run.__doc__
 
 
 def _default_arch(device: torch.device) -> str:

@@ -1,18 +1,22 @@
-"""The planner: which path and schedule run a problem, decided from the shapes alone.
+"""The planner: which path, form and schedule run a problem, decided from the shapes alone.
 
-The kernel depends on the layer and on the size class of the map (`schedule.representative`), so that many sizes need
-few builds. Whether PyTorch's two convolutions are faster is estimated for the size at hand: that costs no build.
+The kernel depends on the layer and on the size class of the map (`representative`), so that many sizes need few builds.
+Whether PyTorch's convolutions are faster is estimated for the size at hand: that costs no build.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 
+from . import block_schedule
+from . import schedule as separable_schedule
+from .block_schedule import FORMS, BlockSchedule
 from .errors import Unsupported
 from .estimate import torch_us
-from .problem import KERNEL_DTYPES, SeparableConv2dProblem
-from .schedule import PATHS, Schedule, candidates, estimate, supports
+from .problem import KERNEL_DTYPES, Problem, SeparableBlock1dProblem
+from .schedule import PATHS, Schedule, Support
 
 #: PyTorch's convolutions are called only where they are estimated to be faster by this factor: the estimates are rough.
 TORCH_MARGIN = 1.5
@@ -25,36 +29,88 @@ class Plan:
     """What runs a problem and why. `schedule` is None on path "torch"."""
 
     path: str
-    schedule: Schedule | None
+    schedule: Schedule | BlockSchedule | None
     reason: str
+
+    @property
+    def form(self) -> str | None:
+        """The block's form; None on path "torch" and for the 2-D operator, which has but one."""
+        return getattr(self.schedule, "form", None)
+
+
+def rules(problem: Problem) -> ModuleType:
+    """The module of this problem's schedules: `check`, `estimate` and the like."""
+    return block_schedule if isinstance(problem, SeparableBlock1dProblem) else separable_schedule
+
+
+def schedule_type(problem: Problem) -> type[Schedule] | type[BlockSchedule]:
+    """The class of this problem's schedules."""
+    return BlockSchedule if isinstance(problem, SeparableBlock1dProblem) else Schedule
+
+
+def check_form(problem: Problem, form: str | None) -> None:
+    """Raise ValueError unless `form` is None or one that the operator has."""
+    if form is not None and not isinstance(problem, SeparableBlock1dProblem):
+        raise ValueError(f"form={form!r}: only the 1-D block has forms")
+    if form not in (None, *FORMS):
+        raise ValueError(f"form={form!r} is unknown; it must be None or one of {', '.join(map(repr, FORMS))}")
+
+
+def supports(problem: Problem, path: str, arch: str, form: str | None = None) -> Support:
+    """Whether `path` has a kernel (of `form`, if given) for `problem` on `arch`, and if not, why not."""
+    check_form(problem, form)
+    return rules(problem).supports(problem, path, arch, *(() if form is None else (form,)))
+
+
+def candidates(problem: Problem, arch: str, path: str | None = None, form: str | None = None) -> list:
+    """Legal schedules, of one path and form or of all, best first."""
+    check_form(problem, form)
+    return rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> Plan:
-    """Choose a path (or take the one asked for) and its best schedule.
+def plan(problem: Problem, arch: str, path: str | None = None, form: str | None = None) -> Plan:
+    """Choose a path and a form (or take those asked for) and their best schedule.
 
-    Raises Unsupported if the path asked for cannot run this problem, ValueError for unknown names.
+    Raises Unsupported if what is asked for cannot run this problem, ValueError for unknown names and for a form of path
+    "torch".
     """
+    check_form(problem, form)
     if path == "torch":
+        if form is not None:
+            raise ValueError(f"form={form!r} contradicts path='torch', which has no forms")
         return Plan("torch", None, "asked for")
-    if path is not None:
-        if not (support := supports(problem, path, arch)):
-            raise Unsupported(f"path {path}: {support.reason}")
-        return Plan(path, candidates(problem, arch, path)[0], "asked for")
+    if path is not None or form is not None:
+        refused = []
+        for name in PATHS if path is None else (path,):
+            if not (support := supports(problem, name, arch, form)):
+                refused.append(f"path {name}: {support.reason}")
+        if not (legal := candidates(problem, arch, path, form)):
+            raise Unsupported("; ".join(refused))
+        return Plan(legal[0].path, legal[0], "asked for")
     if problem.dtype not in KERNEL_DTYPES:
         return Plan("torch", None, f"dtype {problem.dtype} has no kernels")
 
     estimates, refused = {}, []
     for name in PATHS:
         if support := supports(problem, name, arch):
-            estimates[name] = f"path {name} at {estimate(problem, candidates(problem, arch, name)[0], arch):.0f} us"
+            best = candidates(problem, arch, name)[0]
+            form = "" if (form := getattr(best, "form", None)) is None else f", {form}"
+            estimates[name] = f"path {name}{form} at {rules(problem).estimate(problem, best, arch):.0f} us"
         else:
             refused.append(f"path {name} cannot run it ({support.reason})")
     if not estimates:
         return Plan("torch", None, "; ".join(refused))
-    kernel, eager_us = candidates(problem, arch)[0], torch_us(problem)
-    times = [*estimates.values(), f"PyTorch's two convolutions at {eager_us:.0f} us"]
+    kernel, (count, eager_us) = candidates(problem, arch)[0], _eager(problem)
+    times = [*estimates.values(), f"PyTorch's {count} convolutions at {eager_us:.0f} us"]
     reason = "; ".join([f"estimates: {', '.join(times)}", *refused])
-    if estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):
+    if rules(problem).estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):
         return Plan("torch", None, reason)
     return Plan(kernel.path, kernel, reason)
+
+
+def _eager(problem: Problem) -> tuple[str, float]:
+    """PyTorch's convolutions in the place of a kernel: how many, and the estimated microseconds of a call."""
+    if isinstance(problem, SeparableBlock1dProblem):
+        return "three", torch_us(problem.expand) + torch_us(problem.project)
+    return "two", torch_us(problem)

@@ -228,8 +228,7 @@ class SeparableBlock1dProblem(Problem):
     @property
     def pads(self) -> tuple[int, int]:
         """Padding (left, right) that keeps L: d*(k-1) positions in all, the odd one on the right."""
-        total = self.dilation * (self.kernel - 1)
-        return total // 2, total - total // 2
+        return same_pads(self.kernel, self.dilation)
 
     @property
     def y_shape(self) -> tuple[int, int, int]:
@@ -315,6 +314,12 @@ def check_option(name: str, value: Any, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r} is not supported; it must be one of {', '.join(map(repr, allowed))}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise ValueError unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not supported; it must be True or False")
+
+
 def pair(name: str, value: Any, *, minimum: int) -> tuple[int, int]:
     """`value` (an int or a pair h, w) as a pair of ints of at least `minimum`; ValueError for what is no integer.
 
@@ -367,10 +372,15 @@ def resolve_padding(padding: Any, kernel, stride, dilation) -> Pads:
             raise ValueError(f"padding={padding!r} is not supported; a string must be 'same' or 'valid'")
         if stride != (1, 1):
             raise RuntimeError(f"padding='same' is not supported for strided convolutions, got stride={stride}")
-        total_h, total_w = (d * (k - 1) for d, k in zip(dilation, kernel, strict=True))
-        return Pads(total_h // 2, total_h - total_h // 2, total_w // 2, total_w - total_w // 2)
+        return Pads(*same_pads(kernel[0], dilation[0]), *same_pads(kernel[1], dilation[1]))
     ph, pw = pair("padding", padding, minimum=0)
     return Pads(ph, ph, pw, pw)
+
+
+def same_pads(taps: int, dilation: int) -> tuple[int, int]:
+    """Padding before and behind that keeps an extent: d*(k-1) in all, the odd one behind."""
+    total = dilation * (taps - 1)
+    return total // 2, total - total // 2
 
 
 def output_extent(size: int, pads: tuple[int, int], taps: int, stride: int, dilation: int) -> int:
@@ -386,6 +396,32 @@ def is_dense(x: torch.Tensor, spatial: int = 2) -> bool:
 def layout_of(x: torch.Tensor, spatial: int = 2) -> str:
     """The memory format of x and of the y made from it: channels_last if x is that and not contiguous."""
     return "channels_last" if is_dense(x, spatial) and not x.is_contiguous() else "contiguous"
+
+
+def has_layout(x: torch.Tensor, layout: str) -> bool:
+    """Whether batched x is dense in `layout`; with one channel, or one pixel, it is so in both."""
+    if layout == "contiguous":
+        return x.is_contiguous()
+    if x.dim() == 4:
+        return x.is_contiguous(memory_format=torch.channels_last)
+    return x.transpose(1, 2).is_contiguous()
+
+
+def strides_of(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Strides of a dense tensor of this shape, batched, in `layout`."""
+    axes = range(len(shape))
+    strides, step = [0] * len(shape), 1
+    for axis in reversed((*axes[:1], *axes[2:], 1) if layout == "channels_last" else axes):
+        strides[axis] = step
+        step = step * shape[axis]
+    return tuple(strides)
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """Batched x in `layout`, copied only if it is not so already."""
+    if has_layout(x, layout):
+        return x
+    return x.new_empty_strided(x.shape, strides_of(x.shape, layout)).copy_(x)
 
 
 def check_tensors(x, dw_weight, pw_weight, dw_bias, pw_bias) -> None:
@@ -417,8 +453,7 @@ def check_block_tensors(
     x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias, *, residual: bool
 ) -> None:
     """Types, dtypes, devices and shapes of a call of the block; the exceptions are those of `from_tensors`."""
-    if not isinstance(residual, bool):
-        raise ValueError(f"residual={residual!r} is not supported; it must be True or False")
+    check_flag("residual", residual)
     _check_kinds(
         x=x, expand_weight=expand_weight, dw_weight=dw_weight, project_weight=project_weight,
         expand_bias=expand_bias, dw_bias=dw_bias, project_bias=project_bias,
@@ -449,13 +484,19 @@ def check_block_tensors(
     o = project_weight.shape[0]
     if min(c, e, o) == 0:
         raise RuntimeError(f"x, expand_weight and project_weight must have at least one channel, got {c}, {e} and {o}")
-    if residual and o != c:
-        raise RuntimeError(
-            f"project_weight must have {c} rows, one for each channel of x that is added (residual=True), got {o}"
-        )
+    if residual:
+        check_residual(c, o)
     _check_biases(expand_bias=(expand_bias, e), dw_bias=(dw_bias, e), project_bias=(project_bias, o))
     if length == 0:
         raise RuntimeError("x has an empty length; only the batch may be empty")
+
+
+def check_residual(c: int, o: int) -> None:
+    """RuntimeError unless x of `c` channels can be added to y of `o`."""
+    if o != c:
+        raise RuntimeError(
+            f"project_weight must have {c} rows, one for each channel of x that is added (residual=True), got {o}"
+        )
 
 
 def _check_kinds(**named) -> None:

@@ -1,8 +1,9 @@
-"""Path "torch": the operator and its gradients through ATen, at a stated precision instead of what torch's flags say.
+"""Path "torch": the operators and their gradients through ATen, at a stated precision whatever torch's flags say.
 
 Everything here is raw arithmetic on checked arguments: x [N,C,H,W], dw_weight [C,1,kh,kw], pw_weight [O,C,1,1],
-resolved `Pads`, pairs for stride and dilation. With cuDNN switched off (`torch.backends.cudnn.enabled`) ATen takes
-cuBLAS, for which nothing can be stated.
+resolved `Pads`, pairs for stride and dilation; of the block x [N,C,L], expand_weight [E,C,1], dw_weight [E,1,k],
+project_weight [O,E,1]. With cuDNN switched off (`torch.backends.cudnn.enabled`) ATen takes cuBLAS, for which nothing
+can be stated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .problem import Pads
+from .problem import Pads, output_extent, same_pads
 
 aten = torch.ops.aten
 
@@ -45,6 +46,24 @@ def activate(z: Tensor, name: str | None) -> Tensor:
     return z if name is None else ACTIVATIONS[name].forward(z)
 
 
+class Stage(NamedTuple):
+    """A convolution of maps [N,*,H,W] and the activation behind it; each operator is a chain of these."""
+
+    weight: Tensor
+    bias: Tensor | None
+    activation: str | None = None
+    stride: tuple[int, int] = (1, 1)
+    padding: Pads = Pads(0, 0, 0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+
+    def shape(self, of: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of what a map of shape `of` becomes."""
+        kernel, pads = self.weight.shape[2:], (self.padding[:2], self.padding[2:])
+        extents = map(output_extent, of[2:], pads, kernel, self.stride, self.dilation)
+        return of[0], self.weight.shape[0], *extents  # type: ignore[return-value]
+
+
 def depthwise_separable_conv2d(
     x: Tensor,
     dw_weight: Tensor,
@@ -59,9 +78,28 @@ def depthwise_separable_conv2d(
     fp32_precision: str,
 ) -> Tensor:
     """y [N,O,P,Q] in x's dtype. 16-bit tensors round after each convolution, as two nn.Conv2d do."""
-    tf32 = fp32_precision == "tf32"
-    m = activate(_depthwise(x, dw_weight, dw_bias, stride, padding, dilation, tf32), mid_activation)
-    return activate(_convolution(m, pw_weight, pw_bias, (1, 1), (0, 0), (1, 1), 1, tf32), activation)
+    stages = _pair(dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation)
+    return _run(x, stages, fp32_precision)
+
+
+def separable_conv_block1d(
+    x: Tensor,
+    expand_weight: Tensor,
+    dw_weight: Tensor,
+    project_weight: Tensor,
+    expand_bias: Tensor | None,
+    dw_bias: Tensor | None,
+    project_bias: Tensor | None,
+    dilation: int,
+    activation: str | None,
+    residual: bool,
+    fp32_precision: str,
+) -> Tensor:
+    """y [N,O,L] in x's dtype. 16-bit tensors round after each convolution, as three nn.Conv1d do."""
+    stages = _block(expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias, dilation, activation)
+    # Both in place, on memory that is this call's own: y is no view, which autograd would treat otherwise.
+    y = _run(x.unsqueeze(2), stages, fp32_precision).squeeze_(2)
+    return y.add_(x) if residual else y
 
 
 def oracle(
@@ -77,8 +115,25 @@ def oracle(
     activation: str | None,
 ) -> Tensor:
     """The same y computed in float64 and returned so: what tests and `verify` compare with."""
-    tensors = [None if t is None else t.detach().double() for t in (x, dw_weight, pw_weight, dw_bias, pw_bias)]
+    tensors = _double(x, dw_weight, pw_weight, dw_bias, pw_bias)
     return depthwise_separable_conv2d(*tensors, stride, padding, dilation, mid_activation, activation, "ieee")
+
+
+def block_oracle(
+    x: Tensor,
+    expand_weight: Tensor,
+    dw_weight: Tensor,
+    project_weight: Tensor,
+    expand_bias: Tensor | None,
+    dw_bias: Tensor | None,
+    project_bias: Tensor | None,
+    dilation: int,
+    activation: str | None,
+    residual: bool,
+) -> Tensor:
+    """y of the block computed in float64 and returned so."""
+    tensors = _double(x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
+    return separable_conv_block1d(*tensors, dilation, activation, residual, "ieee")
 
 
 def depthwise_separable_conv2d_backward(
@@ -101,52 +156,131 @@ def depthwise_separable_conv2d_backward(
     The depthwise output is computed anew, and only if a wanted gradient depends on it. Each gradient has the strides of
     its tensor where that tensor is dense.
     """
-    inputs = (x, dw_weight, pw_weight, dw_bias, pw_bias)
-    if x.shape[0] == 0:
-        return [torch.zeros_like(t) if want else None for t, want in zip(inputs, needed, strict=True)]
-    need_x, need_dw, need_pw, need_dw_bias, need_pw_bias = needed
-    below = need_x or need_dw or need_dw_bias
-    tf32 = fp32_precision == "tf32"
-    pixels = (x.shape[0], x.shape[1], *grad.shape[2:])
+    stages = _pair(dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation)
+    need_x, *needed_parameters = needed
+    gradients = _gradients(grad, x, stages, need_x, needed_parameters, fp32_precision)
+    return _as_tensors(gradients, (x, dw_weight, pw_weight, dw_bias, pw_bias))
 
-    if need_pw or activation is not None or (below and mid_activation is not None):
-        m = _depthwise(x, dw_weight, dw_bias, stride, padding, dilation, tf32)
-        a = activate(m, mid_activation)
-    else:
-        a = x.new_empty(1).expand(pixels)  # only its shape is read
-    if activation is not None:
-        z = _convolution(a, pw_weight, pw_bias, (1, 1), (0, 0), (1, 1), 1, tf32)
-        grad = ACTIVATIONS[activation].backward(grad, z)
-    grad_m, grad_pw, grad_pw_bias = _convolution_backward(
-        grad, a, pw_weight, (1, 1), (0, 0), (1, 1), 1, (below, need_pw, need_pw_bias), tf32
+
+def separable_conv_block1d_backward(
+    grad: Tensor,
+    x: Tensor,
+    expand_weight: Tensor,
+    dw_weight: Tensor,
+    project_weight: Tensor,
+    expand_bias: Tensor | None,
+    dw_bias: Tensor | None,
+    project_bias: Tensor | None,
+    dilation: int,
+    activation: str | None,
+    residual: bool,
+    fp32_precision: str,
+    needed: tuple[bool, bool, bool, bool, bool, bool, bool],
+) -> list[Tensor | None]:
+    """Gradients of (x, expand_weight, dw_weight, project_weight and the three biases) as for the 2-D operator.
+
+    What lies between the convolutions is computed anew, as far as a wanted gradient depends on it.
+    """
+    inputs = (x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
+    stages = _block(*inputs[1:], dilation, activation)
+    need_x, *needed_parameters = needed
+    gradients = _gradients(grad.unsqueeze(2), x.unsqueeze(2), stages, need_x, needed_parameters, fp32_precision)
+    gradients = [g if g is None or g.dim() == 1 else g.squeeze_(2) for g in gradients]
+    if residual and need_x:
+        gradients[0] = gradients[0] + grad
+    return _as_tensors(gradients, inputs)
+
+
+def _pair(
+    dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation
+) -> tuple[Stage, ...]:
+    """Stages of the 2-D operator."""
+    depthwise = Stage(dw_weight, dw_bias, mid_activation, stride, padding, dilation, dw_weight.shape[0])
+    return depthwise, Stage(pw_weight, pw_bias, activation)
+
+
+def _block(
+    expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias, dilation, activation
+) -> tuple[Stage, ...]:
+    """Stages of the block, as maps [N,*,1,L]. They pad the expanded channels, so no bias leaks in from outside."""
+    pads = Pads(0, 0, *same_pads(dw_weight.shape[2], dilation))
+    return (
+        Stage(expand_weight.unsqueeze(2), expand_bias),
+        Stage(dw_weight.unsqueeze(2), dw_bias, activation, (1, 1), pads, (1, dilation), dw_weight.shape[0]),
+        Stage(project_weight.unsqueeze(2), project_bias),
     )
-    grad_x = grad_dw = grad_dw_bias = None
-    if below:
-        if mid_activation is not None:
-            grad_m = ACTIVATIONS[mid_activation].backward(grad_m, m)
-        wider, symmetric, crop = _split(x, padding)
-        grad_x, grad_dw, grad_dw_bias = _convolution_backward(
-            grad_m, wider, dw_weight, stride, symmetric, dilation, x.shape[1], (need_x, need_dw, need_dw_bias), tf32
-        )
-        if grad_x is not None:
-            grad_x = grad_x[crop]
-    grads = (grad_x, grad_dw, grad_pw, grad_dw_bias, grad_pw_bias)
+
+
+def _double(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().double() for t in tensors]
+
+
+def _run(x: Tensor, stages: tuple[Stage, ...], fp32_precision: str) -> Tensor:
+    for stage in stages:
+        x = activate(_convolve(x, stage, fp32_precision == "tf32"), stage.activation)
+    return x
+
+
+def _gradients(
+    grad: Tensor, x: Tensor, stages: tuple[Stage, ...], need_x: bool, needed: list[bool], fp32_precision: str
+) -> list[Tensor | None]:
+    """Gradients of x and, of first all weights and then all biases, those `needed`; None elsewhere."""
+    count, tf32 = len(stages), fp32_precision == "tf32"
+    need_weight, need_bias = needed[:count], needed[count:]
+    weights: list[Tensor | None] = [None] * count
+    biases: list[Tensor | None] = [None] * count
+    if x.shape[0] == 0:
+        weights = [torch.zeros_like(s.weight) if want else None for s, want in zip(stages, need_weight, strict=True)]
+        biases = [torch.zeros_like(s.bias) if want else None for s, want in zip(stages, need_bias, strict=True)]
+        return [torch.zeros_like(x) if need_x else None, *weights, *biases]
+
+    # below[i]: whether a wanted gradient depends on that of stage i's input, wanted[i]: on that of its output.
+    below = [need_x or any(need_weight[:i]) or any(need_bias[:i]) for i in range(count)]
+    wanted = [below[i] or need_weight[i] or need_bias[i] for i in range(count)]
+    # Outputs of the convolutions, as far up as an activation's slope or a weight's gradient asks for them.
+    known = [s.activation is not None and want for s, want in zip(stages, wanted, strict=True)]
+    above = [*need_weight[1:], False]
+    last = max((i for i in range(count) if known[i] or above[i]), default=-1)
+    inputs, outputs = [x], []
+    for i, stage in enumerate(stages):
+        if i <= last:
+            outputs.append(_convolve(inputs[i], stage, tf32))
+            inputs.append(activate(outputs[i], stage.activation) if i < last or above[i] else outputs[i])
+        else:
+            # Only its shape is read.
+            inputs.append(x.new_empty(1).expand(stage.shape(inputs[i].shape)))
+    inputs.pop()
+
+    for i, stage in reversed(list(enumerate(stages))):
+        if not wanted[i]:
+            break
+        if stage.activation is not None:
+            grad = ACTIVATIONS[stage.activation].backward(grad, outputs[i])
+        del outputs[i:]
+        wider, symmetric, crop = _split(inputs.pop(), stage.padding)
+        grad, weights[i], biases[i] = _convolution_backward(
+            grad, wider, stage.weight, stage.stride, symmetric, stage.dilation, stage.groups,
+            (below[i], need_weight[i], need_bias[i]), tf32,
+        )  # fmt: skip
+        if grad is not None and crop is not None:
+            grad = grad[crop]
     # oneDNN makes the gradient of a weight along with that of its bias, wanted or not.
-    return [_like(g, t) if want else None for g, t, want in zip(grads, inputs, needed, strict=True)]
+    found = [grad, *weights, *biases]
+    return [g if want else None for g, want in zip(found, (need_x, *needed), strict=True)]
 
 
-def _depthwise(x, weight, bias, stride, padding: Pads, dilation, tf32: bool) -> Tensor:
-    wider, symmetric, _ = _split(x, padding)
-    return _convolution(wider, weight, bias, stride, symmetric, dilation, x.shape[1], tf32)
+def _convolve(x: Tensor, stage: Stage, tf32: bool) -> Tensor:
+    wider, symmetric, _ = _split(x, stage.padding)
+    return _convolution(wider, stage.weight, stage.bias, stage.stride, symmetric, stage.dilation, stage.groups, tf32)
 
 
-def _split(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int], tuple]:
+def _split(x: Tensor, pads: Pads) -> tuple[Tensor, tuple[int, int], tuple | None]:
     """ATen pads both sides alike: x widened by what exceeds that, the symmetric part, the slice that undoes it."""
     symmetric = (min(pads.top, pads.bottom), min(pads.left, pads.right))
     top, bottom = pads.top - symmetric[0], pads.bottom - symmetric[0]
     left, right = pads.left - symmetric[1], pads.right - symmetric[1]
     if not (top or bottom or left or right):
-        return x, symmetric, (...,)
+        return x, symmetric, None
     crop = (..., slice(top, top + x.shape[2]), slice(left, left + x.shape[3]))
     return aten.constant_pad_nd(x, (left, right, top, bottom)), symmetric, crop
 
@@ -170,8 +304,12 @@ def _convolution_backward(grad, x, weight, stride, padding, dilation, groups: in
         )
 
 
+def _as_tensors(gradients: list[Tensor | None], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """The gradients with the strides that empty_like of their tensor has: those of the tensor if it is dense."""
+    return [None if g is None else _like(g, t) for g, t in zip(gradients, tensors, strict=True)]
+
+
 def _like(grad: Tensor, tensor: Tensor) -> Tensor:
-    """`grad` with the strides that empty_like(tensor) has: those of the tensor if it is dense."""
     wanted = torch.empty_like(tensor)
     return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
 

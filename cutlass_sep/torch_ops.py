@@ -1,6 +1,6 @@
-"""torch.library: the operator cutlass_sep::depthwise_separable_conv2d, its fake kernel, gradient and autocast rule.
+"""torch.library: the operators of torch.ops.cutlass_sep, their fake kernels, gradients and autocast rules.
 
-Options arrive resolved: padding as (top, bottom, left, right), stride and dilation as pairs. x is [N,C,H,W].
+Options arrive resolved: padding as (top, bottom, left, right), stride and dilation as pairs. x is batched.
 """
 
 from __future__ import annotations
@@ -9,123 +9,146 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import dispatch, reference
-from .problem import (
-    ACTIVATIONS,
-    PRECISIONS,
-    Pads,
-    check_extent,
-    check_option,
-    check_tensors,
-    layout_of,
-    output_extent,
-)
+from . import dispatch
+from .operators import BLOCK1D, OPERATORS, SEPARABLE2D, Operator, lowered
+from .problem import layout_of, strides_of
 
-_PARAMETERS = (
-    "Tensor x, Tensor dw_weight, Tensor pw_weight, Tensor? dw_bias, Tensor? pw_bias, int[2] stride, int[4] padding, "
-    "int[2] dilation, str? mid_activation, str? activation, str fp32_precision"
-)
 # y's layout follows x's, so a compiler must not hand over x with other strides than it traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 library = torch.library.Library("cutlass_sep", "DEF")
-library.define(f"depthwise_separable_conv2d({_PARAMETERS}) -> Tensor", tags=_TAGS)
-# Returns the gradients that `needed` marks, of (x, dw_weight, pw_weight, dw_bias, pw_bias), in that order.
-library.define(
-    f"depthwise_separable_conv2d_backward(Tensor grad, {_PARAMETERS}, bool[5] needed) -> Tensor[]", tags=_TAGS
-)
-forward_op = torch.ops.cutlass_sep.depthwise_separable_conv2d.default
-backward_op = torch.ops.cutlass_sep.depthwise_separable_conv2d_backward.default
 
 
-def _forward(
-    x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation, fp32_precision
-) -> Tensor:
-    if x.dim() != 4:
-        raise RuntimeError(f"x must be [N,C,H,W], got shape {list(x.shape)}")
-    return dispatch.run(
-        x, dw_weight, pw_weight, dw_bias, pw_bias, tuple(stride), Pads(*padding), tuple(dilation),
-        mid_activation, activation, fp32_precision,
-    )  # fmt: skip
+class TorchOp:
+    """An operator in torch.library, made by registering it: overloads `forward` and, named *_backward, `backward`.
+
+    `backward` returns the gradients that `needed` marks, in the order of the tensors.
+    """
+
+    def __init__(self, operator: Operator) -> None:
+        self.operator, self.count = operator, len(operator.tensors)
+        name = operator.name
+        tensors = (f"Tensor{'?' if tensor.endswith('bias') else ''} {tensor}" for tensor in operator.tensors)
+        parameters = ", ".join((*tensors, operator.schema))
+        library.define(f"{name}({parameters}) -> Tensor", tags=_TAGS)
+        library.define(f"{name}_backward(Tensor grad, {parameters}, bool[{self.count}] needed) -> Tensor[]", tags=_TAGS)
+        self.forward = getattr(torch.ops.cutlass_sep, name).default
+        self.backward = getattr(torch.ops.cutlass_sep, f"{name}_backward").default
+
+        library.impl(name, self._forward, "CompositeExplicitAutograd")
+        library.impl(name, self._autograd, "Autograd", with_keyset=True)
+        library.impl(f"{name}_backward", self._backward, "CompositeExplicitAutograd")
+        for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+            library.impl(name, self._autocast(device_type), key)
+            library.impl(f"{name}_backward", self._backward_without_autocast, key)
+        for overload, fake in ((self.forward, self._forward_fake), (self.backward, self._backward_fake)):
+            qualified = overload._schema.name
+            torch.library.register_fake(qualified, fake, lib=library)
+            torch.library.register_vmap(qualified, _one_by_one(overload), lib=library)
+
+    def _parts(self, args: tuple) -> tuple[tuple, tuple]:
+        """Tensors and options of a call, which must be batched."""
+        tensors, options = args[: self.count], args[self.count :]
+        if tensors[0].dim() != self.operator.batched:
+            raise RuntimeError(f"x must be batched: {self.operator.batched}-D, got shape {list(tensors[0].shape)}")
+        return tensors, options
+
+    def _forward(self, *args) -> Tensor:
+        tensors, options = self._parts(args)
+        return dispatch.run(self.operator, tensors, self.operator.restored(options))
+
+    def _forward_fake(self, *args) -> Tensor:
+        tensors, options = self._parts(args)
+        x, shape = tensors[0], self.operator.y_shape(tensors, options)
+        layout = layout_of(x, self.operator.problem.spatial)
+        return torch.empty_strided(shape, strides_of(shape, layout), dtype=x.dtype, device=x.device)
+
+    def _backward(self, grad, *args) -> list[Tensor]:
+        *args, needed = args
+        tensors, options = self._parts(args)
+        gradients = self.operator.backward(grad, *tensors, *self.operator.restored(options), tuple(needed))
+        return [g for g in gradients if g is not None]
+
+    def _backward_fake(self, grad, *args) -> list[Tensor]:
+        return [torch.empty_like(t) for t, wanted in zip(args[: self.count], args[-1], strict=True) if wanted]
+
+    def _autograd(self, keyset, *args) -> Tensor:
+        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+            return Separable.apply(self, keyset, *args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.forward.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def _autocast(self, device_type: str):
+        """Casts what autocast casts (floating, not float64); the convolutions inside see no autocast any more."""
+
+        def forward(*args) -> Tensor:
+            dtype = torch.get_autocast_dtype(device_type)
+            tensors, options, added = self.operator.cast(
+                *self._parts(args), lambda tensor: lowered(tensor, device_type, dtype)
+            )
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+                y = self.forward(*tensors, *options)
+                # y comes first: the sum takes its layout.
+                return y if added is None else torch.add(y, added).to(added.dtype)
+
+        return forward
+
+    def _backward_without_autocast(self, *args) -> list[Tensor]:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            return self.backward(*args)
 
 
-def _forward_fake(
-    x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation, fp32_precision
-) -> Tensor:
-    check_tensors(x, dw_weight, pw_weight, dw_bias, pw_bias)
-    check_option("mid_activation", mid_activation, ACTIVATIONS)
-    check_option("activation", activation, ACTIVATIONS)
-    check_option("fp32_precision", fp32_precision, PRECISIONS)
-    n, _, h, w = x.shape
-    kernel = dw_weight.shape[2:]
-    check_extent(h, w, kernel, dilation, padding)
-    p = output_extent(h, padding[:2], kernel[0], stride[0], dilation[0])
-    q = output_extent(w, padding[2:], kernel[1], stride[1], dilation[1])
-    memory_format = dispatch.MEMORY_FORMATS[layout_of(x)]
-    return torch.empty((n, pw_weight.shape[0], p, q), dtype=x.dtype, device=x.device, memory_format=memory_format)
-
-
-def _backward(
-    grad, x, dw_weight, pw_weight, dw_bias, pw_bias, stride, padding, dilation, mid_activation, activation,
-    fp32_precision, needed,
-) -> list[Tensor]:  # fmt: skip
-    gradients = reference.depthwise_separable_conv2d_backward(
-        grad, x, dw_weight, pw_weight, dw_bias, pw_bias, tuple(stride), Pads(*padding), tuple(dilation),
-        mid_activation, activation, fp32_precision, tuple(needed),
-    )  # fmt: skip
-    return [g for g in gradients if g is not None]
-
-
-def _backward_fake(grad, x, dw_weight, pw_weight, dw_bias, pw_bias, *options) -> list[Tensor]:
-    inputs = (x, dw_weight, pw_weight, dw_bias, pw_bias)
-    return [torch.empty_like(t) for t, wanted in zip(inputs, options[-1], strict=True) if wanted]
-
-
-class SeparableConv2d(torch.autograd.Function):
-    """The gradient. Saved tensors carry version counters: an in-place edit raises in backward.
+class Separable(torch.autograd.Function):
+    """The gradient of an operator. Saved tensors carry version counters: an in-place edit raises in backward.
 
     `keyset` is that of the dispatcher, or None for a call that did not come through it.
     """
 
     @staticmethod
-    def forward(ctx, keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options):
-        ctx.save_for_backward(x, dw_weight, pw_weight, dw_bias, pw_bias)
-        ctx.options = options
+    def forward(ctx, op: TorchOp, keyset, *args):
+        tensors, options = args[: op.count], args[op.count :]
+        ctx.save_for_backward(*tensors)
+        ctx.op, ctx.options = op, options
         if keyset is None:
-            return dispatch.run(x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
+            return dispatch.run(op.operator, tensors, options)
         with torch._C._AutoDispatchBelowAutograd():
-            keyset = keyset & torch._C._after_autograd_keyset
-            return forward_op.redispatch(keyset, x, dw_weight, pw_weight, dw_bias, pw_bias, *options)
+            return op.forward.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     @staticmethod
     def backward(ctx, grad):
-        needed = ctx.needs_input_grad[1:6]
+        op = ctx.op
+        needed = ctx.needs_input_grad[2 : 2 + op.count]
+        args = (grad, *ctx.saved_tensors, *ctx.options, needed)
         # Under create_graph autograd must know that the gradients depend on the saved tensors too, or it takes their
         # own derivatives for zero; torch's once_differentiable marks only what depends on `grad`.
-        gradients_of = Gradients.apply if torch.is_grad_enabled() else backward_op
-        gradients = iter(gradients_of(grad, *ctx.saved_tensors, *ctx.options, needed))
-        return None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
+        gradients = iter(Gradients.apply(op, *args) if torch.is_grad_enabled() else op.backward(*args))
+        return None, None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
 
 
-class TransformedSeparableConv2d(torch.autograd.Function):
+class TransformedSeparable(torch.autograd.Function):
     """The same in the form that torch.func's transforms (grad, vmap, ...) ask for; it costs more a call."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args):
-        return forward_op(*args)
+    def forward(op: TorchOp, *args):
+        return op.forward(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:5])
-        ctx.options = inputs[5:]
+        op, *args = inputs
+        ctx.save_for_backward(*args[: op.count])
+        ctx.op, ctx.options = op, args[op.count :]
 
     @staticmethod
     def backward(ctx, grad):
-        needed = ctx.needs_input_grad[:5]
-        gradients = iter(Gradients.apply(grad, *ctx.saved_tensors, *ctx.options, needed))
-        return *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
+        op = ctx.op
+        needed = ctx.needs_input_grad[1 : 1 + op.count]
+        gradients = iter(Gradients.apply(op, grad, *ctx.saved_tensors, *ctx.options, needed))
+        return None, *(next(gradients) if wanted else None for wanted in needed), *(None for _ in ctx.options)
 
 
 class Gradients(torch.autograd.Function):
@@ -134,51 +157,16 @@ class Gradients(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*args):
-        return tuple(backward_op(*args))
+    def forward(op: TorchOp, *args):
+        return tuple(op.backward(*args))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        ctx.name = inputs[0].operator.name
 
     @staticmethod
     def backward(ctx, *grads):
-        raise NotImplementedError("depthwise_separable_conv2d has no second derivative")
-
-
-def _autograd(keyset, *args) -> Tensor:
-    if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
-        return SeparableConv2d.apply(keyset, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return forward_op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-
-
-def _autocast(device_type: str):
-    """Casts what autocast casts (floating, not float64); the convolutions inside see no autocast any more."""
-
-    def forward(*args):
-        dtype = torch.get_autocast_dtype(device_type)
-        args = [autocast(a, device_type, dtype) if isinstance(a, Tensor) else a for a in args]
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-            return forward_op(*args)
-
-    return forward
-
-
-def autocast(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
-    """`tensor` as autocast of `device_type` to `dtype` hands it to a convolution."""
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
-    return tensor.to(dtype) if eligible else tensor
-
-
-def _backward_without_autocast(*args) -> list[Tensor]:
-    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        return backward_op(*args)
+        raise NotImplementedError(f"{ctx.name} has no second derivative")
 
 
 def _of_no_element(op, in_dims, args):
@@ -213,13 +201,5 @@ def _one_by_one(op):
     return rule
 
 
-library.impl("depthwise_separable_conv2d", _forward, "CompositeExplicitAutograd")
-library.impl("depthwise_separable_conv2d", _autograd, "Autograd", with_keyset=True)
-library.impl("depthwise_separable_conv2d_backward", _backward, "CompositeExplicitAutograd")
-for _device_type, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    library.impl("depthwise_separable_conv2d", _autocast(_device_type), _key)
-    library.impl("depthwise_separable_conv2d_backward", _backward_without_autocast, _key)
-torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d", _forward_fake, lib=library)
-torch.library.register_fake("cutlass_sep::depthwise_separable_conv2d_backward", _backward_fake, lib=library)
-torch.library.register_vmap("cutlass_sep::depthwise_separable_conv2d", _one_by_one(forward_op), lib=library)
-torch.library.register_vmap("cutlass_sep::depthwise_separable_conv2d_backward", _one_by_one(backward_op), lib=library)
+_OPS = {operator: TorchOp(operator) for operator in OPERATORS}
+separable2d, block1d = _OPS[SEPARABLE2D], _OPS[BLOCK1D]

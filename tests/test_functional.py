@@ -500,11 +500,11 @@ def test_opcheck(device: str, view: str, grad: bool):
     x, *parameters = Case(kernel=(3, 2)).tensors(device)
     tensors = [t.detach().requires_grad_(grad) for t in (OP_INPUTS[view](x), *parameters)]
     options = ((1, 1), (1, 1, 0, 1), (1, 1), "relu6", "silu", "ieee")
-    torch.library.opcheck(torch_ops.forward_op, (*tensors, *options))
-    y = torch_ops.forward_op(*tensors, *options).detach()
+    torch.library.opcheck(torch_ops.separable2d.forward, (*tensors, *options))
+    y = torch_ops.separable2d.forward(*tensors, *options).detach()
     for needed in ((True,) * 5, (True, False, False, False, False), (False, True, True, False, True)):
         plain_tensors = [t.detach() for t in tensors]
-        torch.library.opcheck(torch_ops.backward_op, (torch.randn_like(y), *plain_tensors, *options, needed))
+        torch.library.opcheck(torch_ops.separable2d.backward, (torch.randn_like(y), *plain_tensors, *options, needed))
 
 
 def test_compile_fullgraph(device: str):
