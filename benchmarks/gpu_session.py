@@ -70,7 +70,11 @@ def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
         Step("tests", [*tests, "tests/gpu"], 560),
     ]
     for i in range(len(session.LEAD_VARIANTS)):
-        planned.append(Step(f"peers-{i}", bench("--suite", "lead", "--rows", f"{i}:{i + 1}"), 400))
+        for name, suite in (("peers", "lead2d"), ("peers1d", "lead1d")):
+            planned.append(Step(f"{name}-{i}", bench("--suite", suite, "--rows", f"{i}:{i + 1}"), 400))
+    for i, first in enumerate(range(0, len(inputs.sweep1d()), CASES_A_STEP)):
+        rows = f"{first}:{first + CASES_A_STEP}"
+        planned.append(Step(f"sweep1d-{i}", bench("--suite", "sweep1d", "--rows", rows), 400))
     cases = len(inputs.layers(LAYERS)[0]) * len(session.LAYER_VARIANTS)
     for i, first in enumerate(range(0, cases, CASES_A_STEP)):
         rows = f"{first}:{first + CASES_A_STEP}"

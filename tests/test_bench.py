@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutlass_sep import functional
 from cutlass_sep.bench import accuracy, ceilings, inputs, overhead, peers, runner, timing
 from cutlass_sep.bench.peers import Unfair
 from cutlass_sep.problem import Pads
@@ -22,9 +21,14 @@ def small(dtype="float16", layout="contiguous", **changes):
     return replace(inputs.lead(dtype, layout).problem, **{**SMALL, **changes}).with_alignment()
 
 
+def small_block(dtype="float32", layout="contiguous", **changes):
+    extents = {"n": 3, "c": 24, "l": 40, "e": 48, "o": 24}
+    return replace(inputs.lead1d(dtype, layout).problem, **{**extents, **changes}).with_alignment()
+
+
 def ours(problem):
     options = inputs.options(problem)
-    return lambda t: functional.depthwise_separable_conv2d(*t, **options)
+    return lambda t: inputs.function(problem)(*t, **options)
 
 
 # --- inputs
@@ -39,9 +43,20 @@ def test_lead_shape_has_the_bytes_and_flops_of_its_definition():
     assert not inputs.is_lead(replace(problem, h=511))
 
 
+def test_lead_shape_of_the_block_has_the_bytes_and_flops_of_its_definition():
+    problem = inputs.lead1d().problem
+    elements = 2 * 32 * 256 * 4096 + 512 * 256 + 512 * 9 + 256 * 512 + 512 + 512 + 256
+    assert problem.bytes == 4 * elements
+    assert problem.flops == 2 * 32 * 4096 * 512 * (256 + 9 + 256)
+    assert (problem.activation, problem.residual, problem.alignment) == ("gelu", True, 16)
+    assert problem.expand_bias and problem.dw_bias and problem.project_bias
+    assert inputs.is_lead(problem) and inputs.is_lead(inputs.lead1d("float16", "channels_last").problem)
+    assert not inputs.is_lead(replace(problem, l=4095))
+
+
 def test_layers_are_all_accounted_for():
     cases, left_out = inputs.layers(LAYERS)
-    assert len(cases) + len(left_out) == len(LAYERS.read_text().splitlines()) == 65
+    assert len(cases) + len(left_out) == len(LAYERS.read_text().splitlines()) == 90
     assert set(left_out) == {"efficientnet_b0.0.0.ds", "fcm.mob_v1.5_6.dwpw", "fcm.gprox_3.7_8.dwpw"}
     by_id = {case.id: case for case in cases}
     folded = by_id["mobilenetv1.1.0.ds"].problem
@@ -58,6 +73,11 @@ def test_layers_are_all_accounted_for():
         Pads(0, 0, 86, 86),
     )
     assert "H = 1" in one_d.note
+    blocks = {name: case for name, case in by_id.items() if case.problem.op == "sepblock1d"}
+    assert len(blocks) == 25 and all(name.endswith(".shape") and "shape" in c.note for name, c in blocks.items())
+    wide = blocks["quartznet.k87.c512_512.d2.shape"].problem
+    assert (wide.n, wide.c, wide.e, wide.o, wide.l, wide.kernel, wide.dilation) == (32, 512, 1024, 512, 840, 87, 2)
+    assert blocks["convtasnet.d128.shape"].problem.e == 512, "the network's own width, where it expands"
     assert "residual" in by_id["mobilenetv2.1.1.tail"].note
 
 
@@ -70,6 +90,18 @@ def test_same_seed_same_tensors_and_meta_needs_none():
     meta = inputs.tensors(replace(problem, layout="channels_last"), "meta")
     assert meta.x.is_contiguous(memory_format=torch.channels_last) and not meta.x.is_contiguous()
     assert first.dw_weight.abs().max() <= 1 / 3 and first.pw_weight.abs().max() <= 1 / 8
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_tensors_of_a_block_make_its_problem(layout):
+    for changes in ({}, {"o": 7, "residual": False}, {"expand_bias": False, "project_bias": False, "activation": None}):
+        problem = small_block("bfloat16", layout, kernel=4, dilation=3, **changes)
+        for device in ("meta", "cpu"):
+            tensors = inputs.tensors(problem, device)
+            assert type(problem).from_tensors(*tensors, **inputs.options(problem)) == problem
+        assert (tensors.expand_bias is None, tensors.dw_bias is None) == (not problem.expand_bias, False)
+        assert tensors.expand_weight.abs().max() <= 1 / math.sqrt(24)
+        assert tensors.dw_weight.abs().max() <= 1 / 2 and tensors.project_weight.abs().max() <= 1 / math.sqrt(48)
 
 
 def test_even_same_padding_is_stated_as_same():
@@ -128,6 +160,39 @@ def test_limits_are_those_of_the_contract():
     assert accuracy.limits(tf32, base, rounding) == (2.0**-10, None)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"kernel": 6, "dilation": 3}, {"kernel": 1, "residual": False, "o": 5}, {"dw_bias": False}], ids=str
+)
+def test_peers_of_the_block_compute_it_in_its_layout(layout, changes):
+    problem = small_block("float32", layout, **changes)
+    tensors = inputs.tensors(problem, "cpu")
+    y = peers.eager(problem)(*tensors)
+    assert y.shape == problem.y_shape
+    assert (y.transpose(1, 2) if layout == "channels_last" else y).is_contiguous()
+    assert accuracy.errors(problem, tensors, {"y": y})["y"].rel <= accuracy.peer_limit(problem)
+    assert accuracy.judge_one(problem, tensors, y).ok
+    # The bias of the first convolution does not reach the padding of the second.
+    x, expand_weight, dw_weight, project_weight, *biases = (t if t is None else t.double() for t in tensors)
+    hidden = torch.einsum("ec,ncl->nel", expand_weight[:, :, 0], x) + biases[0][:, None]
+    left, right = problem.pads
+    windows = torch.nn.functional.pad(hidden, (left, right)).unfold(2, problem.dilation * (problem.kernel - 1) + 1, 1)
+    taps = (windows[..., :: problem.dilation] * dw_weight[:, 0, None, :]).sum(3)
+    taps = taps if biases[1] is None else taps + biases[1][:, None]
+    want = torch.einsum("oe,nel->nol", project_weight[:, :, 0], torch.nn.functional.gelu(taps)) + biases[2][:, None]
+    assert (y - (want + x if problem.residual else want)).abs().max() < 1e-5
+
+
+def test_limits_of_the_block():
+    base, rounding = accuracy.Errors(6.5e-8, 1e-6), accuracy.Errors(3e-8, 1e-7)
+    lead = inputs.lead1d().problem
+    assert accuracy.limits(lead, base, rounding) == (4 * 6.5e-8, 1e-5)
+    assert accuracy.limits(small_block(), base, rounding) == (5e-7, None)
+    assert accuracy.limits(replace(lead, fp32_precision="tf32"), base, rounding) == (2.0**-9, None)
+    assert accuracy.limits(small_block("float16"), accuracy.Errors(3e-4, 0), rounding) == (1.1 * 3e-4, None)
+    assert accuracy.peer_limit(lead) == (256 + 9 + 512 + 4) * 2.0**-24
+
+
 # --- honesty
 
 
@@ -165,6 +230,15 @@ def test_bandwidth_above_the_peak_is_refused():
     ceilings.check_possible("ours", problem, 1.01 * least, CEILINGS)
     with pytest.raises(Unfair, match="TB/s"):
         ceilings.check_possible("ours", problem, 0.5 * least, CEILINGS)
+
+
+def test_a_block_without_its_residual_is_refused():
+    problem = small_block("float16")
+    tensors = inputs.tensors(problem, "cpu")
+    peer = peers.eager(replace(problem, residual=False))
+    with pytest.raises(runner.WrongValues, match="relative error"):
+        runner.check_values("cutlass_sep", lambda t: peer(*t), problem, tensors)
+    assert runner.check_values("cutlass_sep", ours(problem), problem, tensors).rel < 1e-3
 
 
 def test_unequal_precision_is_refused():
@@ -235,6 +309,20 @@ def test_floor_is_the_larger_of_bytes_and_tensor_time():
     assert kind == "tensor" and floor_ms == pytest.approx(3 * 2 * 8 * 56 * 56 * 2048**2 / 350e9)
     once = ceilings.floor(replace(wide, fp32_precision="tf32"), CEILINGS)[0]
     assert once == pytest.approx(floor_ms / 3)
+
+
+def test_floor_of_the_block_counts_both_products():
+    lead = inputs.lead1d().problem
+    flops = 2 * 32 * 4096 * 512 * (256 + 256)
+    assert ceilings.floor(lead, CEILINGS) == (pytest.approx(3 * flops / 700e9), "tensor")
+    for problem, rate in (
+        (replace(lead, fp32_precision="tf32"), 350e9),
+        (inputs.lead1d("float16").problem, 700e9),
+        (inputs.lead1d("bfloat16", "channels_last").problem, 700e9),
+    ):
+        assert ceilings.floor(problem, CEILINGS) == (pytest.approx(flops / rate), "tensor")
+    narrow = small_block("float16", e=8, n=64, l=4096)
+    assert ceilings.floor(narrow, CEILINGS) == (pytest.approx(narrow.bytes / 4e9), "bytes")
 
 
 def test_own_rows_are_held_against_the_best_peer():

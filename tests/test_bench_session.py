@@ -63,6 +63,11 @@ def case(name="a", dtype="float32", **changes):
     return Case(name, problem.with_alignment(), "a note")
 
 
+def block(name="block", dtype="float32", **changes):
+    problem = replace(inputs.lead1d(dtype).problem, **{"n": 2, "c": 8, "l": 30, "e": 16, "o": 8, **changes})
+    return Case(name, problem.with_alignment())
+
+
 def request(*cases, **changes):
     return session.Request(**{"cases": cases, "samples": 3, "peers": ("eager",), **changes})
 
@@ -92,6 +97,57 @@ def test_a_session_writes_whole_rows(ceilings_known, tmp_path, capsys):
     assert json.loads(json.dumps(finished.to_json(), allow_nan=False))["gpu"] == "Host"
 
 
+def test_a_block_has_rows_of_its_own(ceilings_known, tmp_path):
+    path = tmp_path / "host.json"
+    finished = run(case(), block(), block("even", "bfloat16", kernel=4, dilation=2), output=path)
+    assert finished.problems == []
+    rows = [row for row in results.load(path)["rows"] if row["op"] == "sepblock1d"]
+    assert {(row["id"], row["layout"], row["impl"]) for row in rows} == {
+        (id_, layout, impl)
+        for id_ in ("block", "even")
+        for layout in ("contiguous", "channels_last")
+        for impl in ("cutlass_sep", "eager")
+    }
+    (row,) = (r for r in rows if (r["id"], r["layout"], r["impl"]) == ("even", "channels_last", "cutlass_sep"))
+    assert row["shape"] == {"N": 2, "C": 8, "E": 16, "L": 30, "kernel": 4, "dilation": 2}
+    assert (row["activation"], row["expand_bias"], row["dw_bias"], row["project_bias"]) == ("gelu", True, True, True)
+    assert (row["path"], row["form"], row["schedule"], row["fp32_precision"]) == ("torch", None, None, None)
+    assert (
+        results.problem_of(row)
+        == inputs.variant(block(kernel=4, dilation=2), "bfloat16", "channels_last", None).problem
+    )
+
+
+def test_forms_that_were_forced_inform_and_do_not_fail(ceilings_known, monkeypatch, tmp_path):
+    problem = block().problem
+    schedule = {"fused": 0.0, "two_kernel": 0.02}
+
+    class Forced:
+        def __init__(self, *tensors, form, **options):
+            self.path, self.form, self.options = "portable", form, options
+            self.schedule = type("S", (), {"to_json": lambda self: {"form": form}})()
+
+        def run(self, *tensors):
+            time.sleep(schedule[self.form])
+            return inputs.function(problem)(*tensors, **self.options)
+
+    monkeypatch.setattr(inputs, "operation", lambda problem: Forced)
+    monkeypatch.setattr(runner.block_schedule, "supports", lambda problem, path, arch, form: path == "portable")
+    monkeypatch.setattr(results, "digest", lambda rows: "0")
+    finished = run(block(), forms=(None, "fused", "two_kernel"), layouts=("contiguous",), output=tmp_path / "host.json")
+    own = [row for row in finished.measured if row["impl"] == "cutlass_sep"]
+    assert [(row["form"], row.get("forced", False)) for row in own] == [
+        (None, False), ("fused", True), ("two_kernel", True),
+    ]  # fmt: skip
+    assert {row["layout"] for row in own} == {"contiguous"}
+    slow = [c for c in runner.compare(finished.measured) if not c.ok]
+    assert any(c.row["form"] == "two_kernel" for c in slow)
+    assert "two_kernel" not in {entry.get("form") for entry in finished.to_json()["slower"]}
+    assert all(c.row.get("forced") is None for c in finished._judged())
+    alone = run(block(), forms=("two_kernel",), layouts=("contiguous",))
+    assert not alone.ok, "asked for alone, it is what is judged"
+
+
 def test_appending_keeps_other_rows_and_drops_changed_kernels(ceilings_known, tmp_path):
     path = tmp_path / "host.json"
     run(case(), output=path)
@@ -117,7 +173,9 @@ def test_wrong_values_get_no_row(ceilings_known, monkeypatch):
         calls.append(1)
         return right(*args, **kwargs) + 1e-3
 
-    monkeypatch.setattr(runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None})())
+    monkeypatch.setattr(
+        runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None, "form": None})()
+    )
     monkeypatch.setattr(functional, "depthwise_separable_conv2d", wrong)
     finished = run(case())
     assert {row["impl"] for row in finished.measured} == {"eager"}
@@ -150,7 +208,9 @@ def test_slower_rows_fail_the_session(ceilings_known, monkeypatch):
         time.sleep(0.02)
         return right(*args, **kwargs)
 
-    monkeypatch.setattr(runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None})())
+    monkeypatch.setattr(
+        runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None, "form": None})()
+    )
     monkeypatch.setattr(functional, "depthwise_separable_conv2d", slow)
     finished = run(case())
     assert finished.problems == [] and not finished.ok
@@ -173,7 +233,8 @@ def test_starts_and_calls_are_reported(ceilings_known, monkeypatch, tmp_path, ca
 def test_the_lead_shape_has_every_peer_and_others_eager(ceilings_known):
     unsaid = request(peers=None)
     assert session._peers(unsaid, inputs.lead()) == ("eager", "compile", "compile-max-autotune")
-    assert session._peers(unsaid, case()) == ("eager",)
+    assert session._peers(unsaid, inputs.lead1d("float16")) == ("eager", "compile", "compile-max-autotune")
+    assert session._peers(unsaid, case()) == session._peers(unsaid, block()) == ("eager",)
 
 
 def test_ceilings_are_measured(monkeypatch):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_sep import compiler, planner
+from cutlass_sep import compiler, kernel, planner
 from cutlass_sep.bench import inputs, results
 from cutlass_sep.schedule import candidates
 
@@ -27,15 +27,7 @@ def make_row(case=None, schedule=None, **changes):
         schedule = planner.plan(problem, ARCH).schedule
     row = {
         "id": case.id,
-        "op": "dwsep2d",
-        "shape": results.shape_of(problem, inputs.padding_argument(problem)),
-        "dw_bias": problem.dw_bias,
-        "pw_bias": problem.pw_bias,
-        "mid_activation": problem.mid_activation,
-        "activation": problem.activation,
-        "dtype": problem.dtype,
-        "layout": problem.layout,
-        "fp32_precision": problem.fp32_precision,
+        **results.about(problem),
         "impl": "cutlass_sep",
         "timing": "events",
         "path": schedule.path,
@@ -67,16 +59,10 @@ def make_results(*rows):
 
 
 def test_a_row_gives_back_its_problem():
-    for case in (inputs.lead("bfloat16", "channels_last"), *inputs.layers(ROOT / "benchmarks" / "layers.jsonl")[0]):
-        row = {
-            "shape": results.shape_of(case.problem, inputs.padding_argument(case.problem)),
-            **{
-                name: getattr(case.problem, name)
-                for name in ("dtype", "layout", "dw_bias", "pw_bias", "mid_activation")
-            },
-            **{name: getattr(case.problem, name) for name in ("activation", "fp32_precision")},
-        }
-        assert results.problem_of(json.loads(json.dumps(row))) == case.problem
+    leads = (inputs.lead("bfloat16", "channels_last"), inputs.lead1d("float16", "channels_last"), inputs.lead1d())
+    for case in (*leads, *inputs.layers(ROOT / "benchmarks" / "layers.jsonl")[0]):
+        row = json.loads(json.dumps(results.about(case.problem)))
+        assert results.problem_of(row) == case.problem
 
 
 def test_save_and_load(tmp_path):
@@ -105,6 +91,9 @@ def test_save_and_load(tmp_path):
         ({"path": None}, "own rows name one"),
         ({"path": "torch"}, "schedule"),
         ({"shape": {"N": 1}}, "shape"),
+        ({"form": "fused"}, "form"),
+        ({"form": "half"}, "form"),
+        ({"op": "sepblock1d"}, "expand_bias"),
     ],
 )
 def test_rows_that_break_the_format_are_named(change, message):
@@ -161,8 +150,8 @@ def test_digest_follows_what_a_kernel_is_made_from(monkeypatch):
         assert results.digest(rows) != base
         assert not results.is_current(rows[0])
     with monkeypatch.context() as patch:
-        render = results.source.render
-        patch.setattr(results.source, "render", lambda *a: render(*a) + "// edited\n")
+        render = kernel.render
+        patch.setattr(kernel, "render", lambda *a: render(*a) + "// edited\n")
         assert results.digest(rows) != base
     with monkeypatch.context() as patch:
         patch.setattr(results.metadata, "version", lambda name: "4.3.0")

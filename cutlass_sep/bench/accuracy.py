@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from .. import reference
-from ..problem import SeparableConv2dProblem
-from .inputs import Tensors, is_lead
+from ..problem import Problem
+from .inputs import AnyTensors, is_lead
 from .peers import eager, flags
 
 #: Unit roundoff of TF32: 10 stored bits of mantissa, rounded to nearest.
@@ -32,7 +32,7 @@ class Errors:
 class Verdict:
     """An output's errors beside the figure of PyTorch's own arithmetic on the same input, and the limits that follow.
 
-    `baseline` is PyTorch's eager pair: strict fp32 for "ieee", TF32 for "tf32", the same dtype for 16 bit.
+    `baseline` is PyTorch's eager convolutions: strict fp32 for "ieee", TF32 for "tf32", the same dtype for 16 bit.
     """
 
     ours: Errors
@@ -62,24 +62,19 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def errors(problem: SeparableConv2dProblem, tensors: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, Errors]:
-    """Errors of each named y [N,O,P,Q] against the float64 result, and, as "rounding", of that result rounded.
+def errors(problem: Problem, tensors: AnyTensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, Errors]:
+    """Errors of each named y against the float64 result, and, as "rounding", of that result rounded.
 
     The reference is computed a few images at a time on the tensors' device.
     """
-    per_image = problem.o * problem.p * problem.q + problem.c * problem.h * problem.w
-    step = max(1, _CHUNK_ELEMENTS // per_image)
-    weights = tuple(tensors)[1:]
+    step = max(1, _CHUNK_ELEMENTS // _elements_per_image(problem))
     square: dict[str, float] = dict.fromkeys((*outputs, "rounding"), 0.0)
     largest = dict(square)
     total = 0.0
     for start in range(0, problem.n, step):
         images = slice(start, start + step)
         with _without_search():
-            exact = reference.oracle(
-                tensors.x[images], *weights, problem.stride, problem.padding, problem.dilation, problem.mid_activation,
-                problem.activation,
-            )  # fmt: skip
+            exact = oracle(problem, (tensors.x[images], *tuple(tensors)[1:]))
         total += exact.square().sum().item()
         candidates = {name: y[images] for name, y in outputs.items()}
         candidates["rounding"] = exact.to(tensors.x.dtype)
@@ -90,6 +85,21 @@ def errors(problem: SeparableConv2dProblem, tensors: Tensors, outputs: Mapping[s
             largest[name] = worst if math.isnan(worst) else max(largest[name], worst)
             square[name] += difference.square_().sum().item()
     return {name: _errors(square[name], total, largest[name]) for name in square}
+
+
+def _elements_per_image(problem: Problem) -> int:
+    p = problem
+    if p.op == "sepblock1d":
+        return p.l * (p.c + 2 * p.e + p.o)
+    return p.o * p.p * p.q + p.c * p.h * p.w
+
+
+def oracle(problem: Problem, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
+    """y in float64."""
+    p = problem
+    if p.op == "sepblock1d":
+        return reference.block_oracle(*tensors, p.dilation, p.activation, p.residual)
+    return reference.oracle(*tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation)
 
 
 @contextlib.contextmanager
@@ -111,48 +121,57 @@ def _errors(square: float, total: float, largest: float) -> Errors:
     return Errors(math.sqrt(square / total), largest)
 
 
-def baseline(problem: SeparableConv2dProblem, tensors: Tensors) -> torch.Tensor:
-    """PyTorch's eager pair of convolutions on these tensors, at the problem's precision."""
+def baseline(problem: Problem, tensors: AnyTensors) -> torch.Tensor:
+    """PyTorch's eager convolutions on these tensors, at the problem's precision."""
     with torch.no_grad(), flags(problem.fp32_precision):
         return eager(problem)(*tensors)
 
 
-def limits(problem: SeparableConv2dProblem, base: Errors, rounding: Errors) -> tuple[float, float | None]:
+def limits(problem: Problem, base: Errors, rounding: Errors) -> tuple[float, float | None]:
     """(largest ||y - y64|| / ||y64||, largest |y - y64| or None) allowed.
 
-    fp32-grade: 4x strict fp32 and at most 1e-5 on the lead shape, max(4x strict, 5e-7) elsewhere.
-    TF32: each of two operands is rounded once, so 2 units. 16 bit: 1.1x eager, or 1.1x one rounding of the exact result
-    where eager does better than that (all of its own roundings being exact).
+    fp32-grade: 4x strict fp32 and at most 1e-5 on the lead shapes, max(4x strict, 5e-7) elsewhere.
+    TF32: each of two operands of a matrix product is rounded once, so 2 units a product. 16 bit: 1.1x eager, or 1.1x
+    one rounding of the exact result where eager does better than that (all of its own roundings being exact).
     """
     if problem.dtype != "float32":
         return 1.1 * max(base.rel, rounding.rel), None
     if problem.fp32_precision == "tf32":
-        return 2 * _TF32_UNIT, None
+        return 2 * _products(problem) * _TF32_UNIT, None
     if is_lead(problem):
         return 4 * base.rel, 1e-5
     return max(4 * base.rel, 5e-7), None
 
 
-def peer_limit(problem: SeparableConv2dProblem) -> float:
+def _products(problem: Problem) -> int:
+    """Matrix products of the operator."""
+    return 2 if problem.op == "sepblock1d" else 1
+
+
+def peer_limit(problem: Problem) -> float:
     """||y - y64|| / ||y64|| above which a peer computes something else, or at a lower precision than its row says.
 
-    16 bit: four roundings (hidden value, activation, output, activation). TF32: as in `limits`. fp32: the usual bound
-    n*u of a sum of n products, n over both convolutions.
+    16 bit: four roundings (2-D: hidden value, activation, output, activation) or five (block: both hidden values,
+    activation, output, residual). TF32: as in `limits`, and the block's depthwise convolution rounds its operands too.
+    fp32: the usual bound n*u of a sum of n products, n over all convolutions.
     """
-    if problem.dtype != "float32":
-        return 4 * torch.finfo(getattr(torch, problem.dtype)).eps / 2
-    if problem.fp32_precision == "tf32":
-        return 2 * _TF32_UNIT
-    return (math.prod(problem.kernel) + problem.c + 4) * 2.0**-24
+    p = problem
+    block = p.op == "sepblock1d"
+    if p.dtype != "float32":
+        return (5 if block else 4) * torch.finfo(getattr(torch, p.dtype)).eps / 2
+    if p.fp32_precision == "tf32":
+        return 2 * (3 if block else 1) * _TF32_UNIT
+    products = p.c + p.kernel + p.e if block else math.prod(p.kernel) + p.c
+    return (products + 4) * 2.0**-24
 
 
-def judge(problem: SeparableConv2dProblem, tensors: Tensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, Verdict]:
+def judge(problem: Problem, tensors: AnyTensors, outputs: Mapping[str, torch.Tensor]) -> dict[str, Verdict]:
     """A verdict for each named output of this call."""
     found = errors(problem, tensors, {**outputs, "baseline": baseline(problem, tensors)})
     rel_limit, max_abs_limit = limits(problem, found["baseline"], found["rounding"])
     return {name: Verdict(found[name], found["baseline"], rel_limit, max_abs_limit) for name in outputs}
 
 
-def judge_one(problem: SeparableConv2dProblem, tensors: Tensors, y: torch.Tensor) -> Verdict:
+def judge_one(problem: Problem, tensors: AnyTensors, y: torch.Tensor) -> Verdict:
     """The verdict on one output; see `judge`."""
     return judge(problem, tensors, {"y": y})["y"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problem import SeparableConv2dProblem
+from ..problem import Problem
 from .peers import Unfair, flags
 from .timing import Candidate, interleaved
 
@@ -38,21 +38,24 @@ def measure(device: torch.device) -> dict[str, float]:
     return ceilings
 
 
-def floor(problem: SeparableConv2dProblem, ceilings: dict[str, float]) -> tuple[float, str]:
+def floor(problem: Problem, ceilings: dict[str, float]) -> tuple[float, str]:
     """(milliseconds, "bytes" | "tensor"): the least time at the copy and matrix-product rates measured.
 
-    Tensor work is the pointwise product, one pass of it, three TF32 passes for "ieee".
+    Tensor work is the matrix products, one pass of them; for "ieee" three passes, of TF32 halves, in the block of fp16
+    halves.
     """
-    bytes_ms = problem.bytes / ceilings["copy_TBps"] / 1e9
-    unit, passes = {"float16": ("fp16", 1), "bfloat16": ("bf16", 1)}.get(problem.dtype, ("tf32", 1))
-    if problem.fp32_precision == "ieee":
-        passes = 3
-    flops = 2 * problem.n * problem.p * problem.q * problem.c * problem.o * passes
+    p = problem
+    block = p.op == "sepblock1d"
+    bytes_ms = p.bytes / ceilings["copy_TBps"] / 1e9
+    unit, passes = {"float16": ("fp16", 1), "bfloat16": ("bf16", 1)}.get(p.dtype, ("tf32", 1))
+    if p.fp32_precision == "ieee":
+        unit, passes = "fp16" if block else "tf32", 3
+    flops = passes * (2 * p.n * p.l * p.e * (p.c + p.o) if block else 2 * p.n * p.p * p.q * p.c * p.o)
     tensor_ms = flops / ceilings[f"{unit}_TFLOPS"] / 1e9
     return (bytes_ms, "bytes") if bytes_ms >= tensor_ms else (tensor_ms, "tensor")
 
 
-def check_possible(what: str, problem: SeparableConv2dProblem, median_ms: float, ceilings: dict[str, float]) -> None:
+def check_possible(what: str, problem: Problem, median_ms: float, ceilings: dict[str, float]) -> None:
     """Raise Unfair for a time in which the bytes of the problem cannot have moved."""
     bytes_ms = problem.bytes / ceilings["copy_TBps"] / 1e9
     if median_ms < _IMPOSSIBLE * bytes_ms:

@@ -1,4 +1,4 @@
-"""The peers: PyTorch's own pair of convolutions, eager and compiled, at a stated precision."""
+"""The peers: PyTorch's own convolutions, eager and compiled, at a stated precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..problem import SeparableConv2dProblem
+from ..problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from ..reference import activate
 from .inputs import padding_argument
 
@@ -53,8 +53,17 @@ def comparable(row: dict[str, Any], peer: dict[str, Any]) -> None:
             )
 
 
-def eager(problem: SeparableConv2dProblem) -> Callable[..., torch.Tensor]:
-    """f(x, dw_weight, pw_weight, dw_bias, pw_bias): depthwise, activation, pointwise, activation."""
+def eager(problem: Problem) -> Callable[..., torch.Tensor]:
+    """The operator as PyTorch's convolutions; takes the problem's tensors in the operator's order.
+
+    The block is written with conv1d, for channels_last with conv2d on [N,C,1,L], for which cuDNN has such kernels.
+    """
+    if problem.op == "dwsep2d":
+        return _pair(problem)
+    return _block_channels_last(problem) if problem.layout == "channels_last" else _block(problem)
+
+
+def _pair(problem: SeparableConv2dProblem) -> Callable[..., torch.Tensor]:
     stride, padding, dilation, groups = problem.stride, padding_argument(problem), problem.dilation, problem.c
     mid, out = problem.mid_activation, problem.activation
 
@@ -65,16 +74,50 @@ def eager(problem: SeparableConv2dProblem) -> Callable[..., torch.Tensor]:
     return pair
 
 
-def build(impl: str, problem: SeparableConv2dProblem) -> Callable[..., torch.Tensor]:
+def _block(problem: SeparableBlock1dProblem) -> Callable[..., torch.Tensor]:
+    padding, dilation, groups = _block_padding(problem), problem.dilation, problem.e
+    activation, residual = problem.activation, problem.residual
+
+    def block(x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias):
+        hidden = F.conv1d(x, expand_weight, expand_bias)
+        hidden = activate(F.conv1d(hidden, dw_weight, dw_bias, 1, padding, dilation, groups), activation)
+        y = F.conv1d(hidden, project_weight, project_bias)
+        return y + x if residual else y
+
+    return block
+
+
+def _block_channels_last(problem: SeparableBlock1dProblem) -> Callable[..., torch.Tensor]:
+    padding, dilation, groups = _block_padding(problem), (1, problem.dilation), problem.e
+    padding = padding if isinstance(padding, str) else (0, padding)
+    activation, residual = problem.activation, problem.residual
+
+    def block(x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias):
+        # A view: [N,L,C] memory is channels_last memory of [N,C,1,L].
+        x = x.unsqueeze(2)
+        hidden = F.conv2d(x, expand_weight.unsqueeze(2), expand_bias)
+        hidden = F.conv2d(hidden, dw_weight.unsqueeze(2), dw_bias, 1, padding, dilation, groups)
+        y = F.conv2d(activate(hidden, activation), project_weight.unsqueeze(2), project_bias)
+        return (y + x if residual else y).squeeze(2)
+
+    return block
+
+
+def _block_padding(problem: SeparableBlock1dProblem) -> int | str:
+    left, right = problem.pads
+    return left if left == right else "same"
+
+
+def build(impl: str, problem: Problem) -> Callable[..., torch.Tensor]:
     """A peer by name, called like `eager`'s. Compiled ones compile on first use: do that under the timing's `flags`.
 
     Call torch.compiler.reset() between problems: all share one code object, whose compilations are limited.
     """
-    pair = eager(problem)
+    convolutions = eager(problem)
     if impl == "eager":
-        return pair
+        return convolutions
     if impl not in PEERS:
         raise ValueError(f"peer {impl!r} is not known; peers are {', '.join(PEERS)}")
     # Without CUDA graphs inside: they would return one buffer over and over, and graphs are a way of timing here.
     mode = "max-autotune-no-cudagraphs" if impl == "compile-max-autotune" else "default"
-    return torch.compile(pair, dynamic=False, fullgraph=True, mode=mode)
+    return torch.compile(convolutions, dynamic=False, fullgraph=True, mode=mode)

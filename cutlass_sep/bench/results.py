@@ -13,59 +13,79 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .. import compiler, source
-from ..problem import SeparableConv2dProblem, resolve_padding
+from .. import compiler, kernel, planner
+from ..block_schedule import FORMS, BlockSchedule
+from ..problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem, resolve_padding
 from ..schedule import Schedule
+from .inputs import padding_argument
 
 SCHEMA = 1
 OWN = "cutlass_sep"
 
-_SHAPE = ("N", "C", "O", "H", "W", "kernel", "stride", "padding", "dilation")
+_PROBLEMS = {"dwsep2d": SeparableConv2dProblem, "sepblock1d": SeparableBlock1dProblem}
+#: By operator: the entries of `shape`, and what else a row says of the problem.
+_SHAPES = {
+    "dwsep2d": ("N", "C", "O", "H", "W", "kernel", "stride", "padding", "dilation"),
+    "sepblock1d": ("N", "C", "E", "L", "kernel", "dilation"),
+}
+_OPTIONS = {
+    "dwsep2d": ("dw_bias", "pw_bias", "mid_activation", "activation"),
+    "sepblock1d": ("expand_bias", "dw_bias", "project_bias", "activation"),
+}
 _ALLOWED: dict[str, tuple] = {
-    "op": ("dwsep2d",),
+    "op": tuple(_SHAPES),
     "dtype": ("float32", "float16", "bfloat16"),
     "layout": ("contiguous", "channels_last"),
     "fp32_precision": ("ieee", "tf32", None),
     "impl": (OWN, "eager", "compile", "compile-max-autotune"),
     "timing": ("events", "cuda_graph"),
     "path": ("sm90", "portable", "torch", None),
+    "form": (*FORMS, None),
     "floor_kind": ("bytes", "tensor"),
 }
 _NUMBERS = ("median_ms", "p10_ms", "p90_ms", "runs", "floor_ms", "rel_error", "max_abs_error")
 #: What a row measures, as opposed to what came out: two rows with equal keys replace each other.
-_KEY = (
-    "id", "op", "shape", "dw_bias", "pw_bias", "mid_activation", "activation", "dtype", "layout", "fp32_precision",
-    "impl", "timing", "path", "form", "schedule", "arch",
-)  # fmt: skip
-_FIELDS = (*_KEY, *_NUMBERS, "floor_kind")
-#: A row replaces another one that differs only in what the planner chose.
+_KEY = ("id", "op", "shape", "dtype", "layout", "fp32_precision", "impl", "timing", "path", "form", "schedule", "arch")
+#: A row replaces another one that differs only in what the planner chose: all of these, or, where a path or a form was
+#: asked for, the last two.
 _CHOSEN = ("path", "form", "schedule", "arch")
 
 
-def shape_of(problem: SeparableConv2dProblem, padding: Any) -> dict[str, Any]:
-    """The `shape` entry of a row; `padding` as a call states it."""
+def about(problem: Problem) -> dict[str, Any]:
+    """What a row says of its problem. A block has the residual and as many output channels as input channels."""
+    p = problem
+    if p.op == "dwsep2d":
+        padding = padding_argument(p)
+        extents = (p.n, p.c, p.o, p.h, p.w, *map(list, (p.kernel, p.stride)))
+        extents = (*extents, padding if isinstance(padding, str) else list(padding), list(p.dilation))
+    else:
+        extents = (p.n, p.c, p.e, p.l, p.kernel, p.dilation)
     return {
-        "N": problem.n, "C": problem.c, "O": problem.o, "H": problem.h, "W": problem.w, "kernel": list(problem.kernel),
-        "stride": list(problem.stride), "padding": padding if isinstance(padding, str) else list(padding),
-        "dilation": list(problem.dilation),
-    }  # fmt: skip
+        "op": p.op,
+        "shape": dict(zip(_SHAPES[p.op], extents, strict=True)),
+        **{name: getattr(p, name) for name in (*_OPTIONS[p.op], "dtype", "layout", "fp32_precision")},
+    }
 
 
-def problem_of(row: dict[str, Any]) -> SeparableConv2dProblem:
+def problem_of(row: dict[str, Any]) -> Problem:
     """The problem a row measured, with the alignment of tensors that torch allocates."""
     shape = row["shape"]
+    options = {name: row[name] for name in (*_OPTIONS[row["op"]], "dtype", "layout", "fp32_precision")}
+    if row["op"] == "sepblock1d":
+        return SeparableBlock1dProblem(
+            n=shape["N"], c=shape["C"], l=shape["L"], e=shape["E"], o=shape["C"], kernel=shape["kernel"],
+            dilation=shape["dilation"], residual=True, alignment=1, **options,
+        ).with_alignment()  # fmt: skip
     kernel, stride, dilation = (tuple(shape[name]) for name in ("kernel", "stride", "dilation"))
     return SeparableConv2dProblem(
         n=shape["N"], c=shape["C"], h=shape["H"], w=shape["W"], o=shape["O"], kernel=kernel, stride=stride,
-        padding=resolve_padding(shape["padding"], kernel, stride, dilation), dilation=dilation, dtype=row["dtype"],
-        layout=row["layout"], dw_bias=row["dw_bias"], pw_bias=row["pw_bias"], mid_activation=row["mid_activation"],
-        activation=row["activation"], fp32_precision=row["fp32_precision"], alignment=1,
+        padding=resolve_padding(shape["padding"], kernel, stride, dilation), dilation=dilation, alignment=1, **options,
     ).with_alignment()  # fmt: skip
 
 
 def row_key(row: dict[str, Any]) -> str:
     """Canonical text of what a row measures."""
-    return _canonical({name: row.get(name) for name in _KEY})
+    return _canonical({name: row.get(name) for name in (*_KEY, *_OPTIONS[row["op"]])})
 
 
 def validate(results: dict[str, Any]) -> None:
@@ -89,14 +109,15 @@ def validate(results: dict[str, Any]) -> None:
 
 
 def _validate_row(where: str, row: dict[str, Any]) -> None:
-    missing = [name for name in _FIELDS if name not in row]
+    missing = [name for name in (*_KEY, *_OPTIONS.get(row.get("op"), ()), *_NUMBERS, "floor_kind") if name not in row]
     if missing:
         raise ValueError(f"{where} has no {', '.join(missing)}")
     for name, allowed in _ALLOWED.items():
         if row[name] not in allowed:
             raise ValueError(f"{where}: {name}={row[name]!r} must be one of {', '.join(map(repr, allowed))}")
-    if tuple(row["shape"]) != _SHAPE:
-        raise ValueError(f"{where}: shape must have {', '.join(_SHAPE)}, has {', '.join(row['shape'])}")
+    wanted = _SHAPES[row["op"]]
+    if tuple(row["shape"]) != wanted:
+        raise ValueError(f"{where}: shape must have {', '.join(wanted)}, has {', '.join(row['shape'])}")
     if (row["dtype"] == "float32") != (row["fp32_precision"] is not None):
         raise ValueError(f"{where}: fp32_precision={row['fp32_precision']!r} does not fit dtype {row['dtype']!r}")
     for name in _NUMBERS:
@@ -112,6 +133,8 @@ def _validate_row(where: str, row: dict[str, Any]) -> None:
         raise ValueError(f"{where}: an own row must have the digest of its kernel")
     if own and (row["path"] == "torch") != (row["schedule"] is None):
         raise ValueError(f"{where}: a row has a schedule unless its path is 'torch'")
+    if (row["form"] is not None) != (row["op"] == "sepblock1d" and row["schedule"] is not None):
+        raise ValueError(f"{where}: form={row['form']!r}; rows of the block's kernels name one, others have none")
     if not own and "measured" not in row:
         raise ValueError(f"{where}: a peer's row must say where and when it was measured")
 
@@ -124,8 +147,14 @@ def merge(results: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _measurement(row: dict[str, Any]) -> str:
-    kept = [name for name in _KEY if row.get("forced") or name not in _CHOSEN]
+    chosen = _CHOSEN[2:] if row.get("forced") else _CHOSEN
+    kept = [name for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in chosen]
     return _canonical({"forced": row.get("forced", False), **{name: row.get(name) for name in kept}})
+
+
+def pick_key(row: dict[str, Any]) -> str:
+    """Canonical text of what an own row measures, whatever was chosen or asked for."""
+    return _canonical({name: row[name] for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in _CHOSEN})
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -166,13 +195,29 @@ def digest(rows: Iterable[dict[str, Any]]) -> str:
     paths; the CUTLASS version; the launch module without comments and docstrings. Not the NVRTC version.
     """
     own = [row for row in rows if row["impl"] == OWN]
-    return _digest((row_key(row), *_kernel_text(problem_of(row), row["schedule"], row["arch"])) for row in own)
+    return _digest((row_key(row), *_row_kernel(row)) for row in own)
 
 
-def ran(problem: SeparableConv2dProblem, path: str, schedule: Schedule | None, arch: str) -> dict[str, Any]:
+def _row_kernel(row: dict[str, Any]) -> tuple[str, list[str]]:
+    problem = problem_of(row)
+    return _kernel_text(problem, _schedule(problem, row["schedule"]), row["arch"])
+
+
+def ran(problem: Problem, path: str, schedule: Schedule | BlockSchedule | None, arch: str) -> dict[str, Any]:
     """One of the `problems` of tests/gpu/results.json: what a test ran."""
     as_json = schedule.to_json() if schedule is not None else None
-    return {"problem": problem.to_json(), "path": path, "schedule": as_json, "arch": arch}
+    entry = {"problem": problem.to_json(), "path": path, "schedule": as_json, "arch": arch}
+    return entry if problem.op == "dwsep2d" else {"op": problem.op} | entry
+
+
+def what_ran(entry: dict[str, Any]) -> tuple[Problem, Schedule | BlockSchedule | None]:
+    """The problem and the schedule of what `ran` wrote."""
+    problem = _PROBLEMS[entry.get("op", "dwsep2d")].from_json(entry["problem"])
+    return problem, _schedule(problem, entry["schedule"])
+
+
+def _schedule(problem: Problem, data: dict[str, Any] | None) -> Schedule | BlockSchedule | None:
+    return None if data is None else planner.schedule_type(problem).from_json(data)
 
 
 def is_current(row: dict[str, Any]) -> bool:
@@ -182,8 +227,7 @@ def is_current(row: dict[str, Any]) -> bool:
 
 def digest_of_problems(ran: Iterable[dict[str, Any]]) -> str:
     """The same over the `problems` of tests/gpu/results.json: {"problem", "path", "schedule", "arch"} each."""
-    problems = [(entry, SeparableConv2dProblem.from_json(entry["problem"])) for entry in ran]
-    return _digest((_canonical(e), *_kernel_text(problem, e["schedule"], e["arch"])) for e, problem in problems)
+    return _digest((_canonical(entry), *_kernel_text(*what_ran(entry), entry["arch"])) for entry in ran)
 
 
 def check_digest(path: Path) -> tuple[str, str, str | None]:
@@ -198,11 +242,11 @@ def check_digest(path: Path) -> tuple[str, str, str | None]:
     return data["digest"], now, data.get("stale")
 
 
-def _kernel_text(problem: SeparableConv2dProblem, schedule: dict[str, Any] | None, arch: str) -> tuple[str, list[str]]:
+def _kernel_text(problem: Problem, schedule: Schedule | BlockSchedule | None, arch: str) -> tuple[str, list[str]]:
     """(source, options) of a recorded schedule; empty for path "torch"."""
     if schedule is None:
         return "", []
-    return source.render(problem, Schedule.from_json(schedule), arch), list(compiler.option_strings(arch))
+    return kernel.make(problem, schedule, arch).source, list(compiler.option_strings(arch))
 
 
 def _digest(entries: Iterable[tuple[str, str, list[str]]]) -> str:

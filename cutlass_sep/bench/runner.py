@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from .. import arch as archs
-from .. import functional, op
+from .. import block_schedule
 from ..explain import explain
-from ..problem import LAYOUTS, SeparableConv2dProblem
+from ..problem import LAYOUTS, Problem
+from ..schedule import PATHS
 from . import accuracy, ceilings, inputs, peers, results, timing
-from .inputs import Case, Tensors
+from .inputs import AnyTensors, Case
 from .peers import Unfair
 
 #: A row may be this much slower than the best of its peers.
@@ -26,7 +28,8 @@ class Plan:
     """What to measure beside what.
 
     layouts, peer_layouts: memory formats of x, for cutlass_sep and for every peer. path: None for the planner's pick.
-    samples: timed samples a candidate.
+    forms: of the block, None for the planner's pick; each that its path supports is measured. samples: timed samples a
+    candidate.
     """
 
     layouts: Sequence[str] = LAYOUTS
@@ -34,6 +37,7 @@ class Plan:
     peers: Sequence[str] = ("eager",)
     timings: Sequence[str] = ("events",)
     path: str | None = None
+    forms: Sequence[str | None] = (None,)
     samples: int = 40
 
 
@@ -53,14 +57,11 @@ class WrongValues(RuntimeError):
 class _Candidate:
     """One row to be: `call` takes the tensors of one input set, already in `layout`."""
 
+    name: str
     impl: str
     layout: str
-    call: Callable[[Tensors], torch.Tensor]
+    call: Callable[[AnyTensors], torch.Tensor]
     about: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.impl} {self.layout}"
 
 
 def measure(
@@ -76,7 +77,7 @@ def measure(
     with torch.cuda.device(device), torch.no_grad(), peers.flags(case.problem.fp32_precision):
         sets = timing.rotation(case.problem.bytes, torch.cuda.get_device_properties(device).L2_cache_size)
         drawn = {layout: _input_sets(case, layout, sets, device) for layout in LAYOUTS}
-        ready, errors = _ready(case, plan, drawn, outcome)
+        ready, errors = _ready(case, plan, drawn, outcome, device)
         for kind in plan.timings:
             timed = _candidates_for(kind, ready, drawn, sets, device)
             times = timing.interleaved(timed, sets=sets, samples=plan.samples, device=device)
@@ -96,25 +97,31 @@ def measure(
     return outcome
 
 
-def _input_sets(case: Case, layout: str, sets: int, device: torch.device) -> list[Tensors]:
+def _input_sets(case: Case, layout: str, sets: int, device: torch.device) -> list[AnyTensors]:
     """Fresh tensors for each input set; weights are the same tensors in all of them, as in a layer."""
     first = inputs.tensors(replace(case.problem, layout=layout), device)
     return [first, *(replace(first, x=torch.randn_like(first.x)) for _ in range(sets - 1))]
 
 
-def _ready(case: Case, plan: Plan, drawn: dict[str, list[Tensors]], outcome: Outcome) -> tuple[list[_Candidate], dict]:
+def _ready(
+    case: Case, plan: Plan, drawn: dict[str, list[AnyTensors]], outcome: Outcome, device: torch.device
+) -> tuple[list[_Candidate], dict]:
     """The candidates whose values are right on the first and the last input set, warm, and their errors."""
     ready, found = [], {}
     for layout in LAYOUTS:
         problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
-        names = [results.OWN] * (layout in plan.layouts) + list(plan.peers) * (layout in plan.peer_layouts)
-        for impl in names:
-            name = f"{impl} {layout}"
+        makers = {}
+        for form in plan.forms if layout in plan.layouts else ():
+            if form is None or _supported(problem, plan.path, form, device):
+                name = " ".join(filter(None, (results.OWN, form, layout)))
+                makers[name] = partial(own, name, problem, plan.path, form, drawn[layout][0])
+        for impl in plan.peers if layout in plan.peer_layouts else ():
+            makers[f"{impl} {layout}"] = partial(_peer, f"{impl} {layout}", impl, problem)
+        for name, make in makers.items():
             try:
-                own_row = impl == results.OWN
-                candidate = own(problem, plan.path, drawn[layout][0]) if own_row else _peer(impl, problem)
+                candidate = make()
                 for tensors in (drawn[layout][0], drawn[layout][-1]):
-                    found[name] = check_values(impl, candidate.call, problem, tensors)
+                    found[name] = check_values(candidate.impl, candidate.call, problem, tensors)
             except Exception as error:  # a peer that does not compile must not cost the other rows
                 outcome.problems.append(f"{case.id} {name} {problem.dtype}: {type(error).__name__}: {error}")
             else:
@@ -122,38 +129,47 @@ def _ready(case: Case, plan: Plan, drawn: dict[str, list[Tensors]], outcome: Out
     return ready, found
 
 
-def own(problem: SeparableConv2dProblem, path: str | None, example: Tensors) -> _Candidate:
-    """cutlass_sep as a user calls it: the functional form, or the op where a path is forced."""
+def _supported(problem: Problem, path: str | None, form: str, device: torch.device) -> bool:
+    arch = archs.of_device(device.index)
+    return any(block_schedule.supports(problem, name, arch, form) for name in ((path,) if path else PATHS))
+
+
+def own(name: str, problem: Problem, path: str | None, form: str | None, example: AnyTensors) -> _Candidate:
+    """cutlass_sep as a user calls it: the function, or the op where a path or a form is forced."""
     options = inputs.options(problem)
-    call = functional.depthwise_separable_conv2d
-    if path is None:
+    call = inputs.function(problem)
+    forced = {key: value for key, value in (("path", path), ("form", form)) if value is not None}
+    if not forced:
         run, chosen = (lambda t: call(*t, **options)), explain(call, *example, **options)
     else:
-        chosen = op.DepthwiseSeparableConv2d(*example, **options, path=path)
+        chosen = inputs.operation(problem)(*example, **options, **forced)
         run = lambda t: chosen.run(*t)  # noqa: E731
     about = {
         "path": chosen.path,
-        "form": None,
+        "form": chosen.form,
         "schedule": chosen.schedule.to_json() if chosen.schedule else None,
         "arch": archs.of_device(example.x.device.index),
     }
-    return _Candidate(results.OWN, problem.layout, run, about | ({"forced": True} if path else {}))
+    return _Candidate(name, results.OWN, problem.layout, run, about | ({"forced": True} if forced else {}))
 
 
-def _peer(impl: str, problem: SeparableConv2dProblem) -> _Candidate:
+def _peer(name: str, impl: str, problem: Problem) -> _Candidate:
     call = peers.build(impl, problem)
     about = {"path": None, "form": None, "schedule": None, "arch": None}
-    return _Candidate(impl, problem.layout, lambda t: call(*t), about)
+    return _Candidate(name, impl, problem.layout, lambda t: call(*t), about)
 
 
 def check_values(
-    impl: str, call: Callable[[Tensors], torch.Tensor], problem: SeparableConv2dProblem, tensors: Tensors
+    impl: str,
+    call: Callable[[AnyTensors], torch.Tensor],
+    problem: Problem,
+    tensors: AnyTensors,
 ) -> accuracy.Errors:
     """The errors of one call on tensors it has not seen; WrongValues outside the limits.
 
     Memory that the call may get for its output is filled with NaN first, so that an output nobody wrote is found out.
     """
-    shape = (problem.n, problem.o, problem.p, problem.q)
+    shape = problem.y_shape
     poison = torch.full(shape, float("nan"), dtype=tensors.x.dtype, device=tensors.x.device)
     del poison
     y = call(tensors)
@@ -174,7 +190,11 @@ def check_values(
 
 
 def _candidates_for(
-    kind: str, ready: Iterable[_Candidate], drawn: dict[str, list[Tensors]], sets: int, device: torch.device
+    kind: str,
+    ready: Iterable[_Candidate],
+    drawn: dict[str, list[AnyTensors]],
+    sets: int,
+    device: torch.device,
 ) -> dict[str, timing.Candidate]:
     timed = {}
     for candidate in ready:
@@ -194,15 +214,7 @@ def _row(
     floor_ms, floor_kind = ceilings.floor(problem, ceil)
     row = {
         "id": case.id,
-        "op": "dwsep2d",
-        "shape": results.shape_of(problem, inputs.padding_argument(problem)),
-        "dw_bias": problem.dw_bias,
-        "pw_bias": problem.pw_bias,
-        "mid_activation": problem.mid_activation,
-        "activation": problem.activation,
-        "dtype": problem.dtype,
-        "layout": candidate.layout,
-        "fp32_precision": problem.fp32_precision,
+        **results.about(replace(problem, layout=candidate.layout)),
         "impl": candidate.impl,
         "timing": kind,
         **candidate.about,

@@ -10,22 +10,28 @@ from typing import Any
 import torch
 
 from ..console import Output
+from ..problem import LAYOUTS
 from . import ceilings, environment, inputs, overhead, peers, results, runner, startup
 from .inputs import Case
 
 #: (dtype, fp32_precision) measured when the arguments name none.
 LEAD_VARIANTS = (("float32", "ieee"), ("bfloat16", None), ("float16", None), ("float32", "tf32"))
 LAYER_VARIANTS = (("float32", "ieee"), ("bfloat16", None))
+SWEEP_VARIANTS = (("bfloat16", None),)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `peers` None: eager, on the lead shape all. `append`: keep the other rows of the output file."""
+    """What to measure. `peers` None: eager, on the lead shapes all. `path`, `forms`, `layouts`: as in runner.Plan.
+    `append`: keep the other rows of the output file.
+    """
 
     cases: Sequence[Case]
     peers: Sequence[str] | None = None
     timings: Sequence[str] = ("events",)
     path: str | None = None
+    forms: Sequence[str | None] = (None,)
+    layouts: Sequence[str] = LAYOUTS
     samples: int = 40
     startup: bool = False
     output: Path | None = None
@@ -42,15 +48,19 @@ class Finished:
 
     @property
     def ok(self) -> bool:
-        return not self.problems and all(comparison.ok for comparison in runner.compare(self.measured))
+        return not self.problems and all(comparison.ok for comparison in self._judged())
+
+    def _judged(self) -> list[runner.Comparison]:
+        """The comparisons that have to be good: beside the planner's pick, forms that were forced only inform."""
+        picked = {results.pick_key(row) for row in self.measured if not row.get("forced")}
+        return [
+            c for c in runner.compare(self.measured)
+            if not (c.row.get("forced") and results.pick_key(c.row) in picked)
+        ]  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         named = ("id", "dtype", "layout", "timing")
-        slower = [
-            {**{name: c.row[name] for name in named}, "speedup": c.speedup}
-            for c in runner.compare(self.measured)
-            if not c.ok
-        ]
+        slower = [{**{name: c.row[name] for name in named}, "speedup": c.speedup} for c in self._judged() if not c.ok]
         gpu = self.results["environment"]["gpu"]
         return {"ok": self.ok, "gpu": gpu, "problems": self.problems, "slower": slower, "results": self.results}
 
@@ -64,8 +74,9 @@ def run(request: Request, device: torch.device, output: Output) -> Finished:
     with output.working("measuring", total=len(request.cases)) as advance:
         for case in request.cases:
             plan = runner.Plan(
-                peers=_peers(request, case), timings=request.timings, path=request.path, samples=request.samples
-            )
+                peers=_peers(request, case), timings=request.timings, path=request.path, forms=request.forms,
+                layouts=request.layouts, samples=request.samples,
+            )  # fmt: skip
             measured = runner.measure(case, plan, limits, where, device)
             finished.measured += measured.rows
             finished.problems += measured.problems
@@ -119,7 +130,7 @@ def show(rows: Sequence[dict[str, Any]], output: Output) -> None:
                 row["id"],
                 " ".join(filter(None, (row["dtype"], row["fp32_precision"]))),
                 row["layout"],
-                row["impl"] + (f" ({row['path']})" if row["path"] else ""),
+                row["impl"] + _how(row),
                 row["timing"],
                 f"{row['median_ms']:.4f}",
                 f"{row['p10_ms']:.4f}-{row['p90_ms']:.4f}",
@@ -131,6 +142,14 @@ def show(rows: Sequence[dict[str, Any]], output: Output) -> None:
         )
     columns = "id", "dtype", "layout", "by", "timing", "ms", "p10-p90", "of floor", "TB/s", "error", "over best peer"
     output.table("median times", columns, table)
+
+
+def _how(row: dict[str, Any]) -> str:
+    """What an own row ran, in brackets."""
+    if not row["path"]:
+        return ""
+    words = (row["form"], row["path"], "asked for" if row.get("forced") else None)
+    return f" ({', '.join(filter(None, words))})"
 
 
 def _show_extras(extras: dict[str, Any], output: Output) -> None:
