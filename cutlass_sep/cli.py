@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--layers", type=Path, metavar="FILE",
         help="JSON lines of layers, as benchmarks/layers.jsonl; of the problem's arguments only --dtype, --layout, "
-        "--fp32-precision, --arch and --path then count",
+        "--fp32-precision, --arch, --path and --form then count",
     )  # fmt: skip
 
     add(commands, "doctor", "What this machine has and lacks.", "doctor")
@@ -149,42 +149,53 @@ def _lazy(name: str) -> Callable[[argparse.Namespace, Output], tuple[int, dict[s
 
 def _problem_arguments() -> argparse.ArgumentParser:
     parent = _Parser(add_help=False)
-    text = "default: the lead shape, [16,64,512,512] -> 128 channels, 3x3, padding 1"
+    text = (
+        "default: the lead shape, [16,64,512,512] -> 128 channels, 3x3, padding 1; of the block [32,256,4096], 512, 9"
+    )
     group = parent.add_argument_group("problem", text)
     group.add_argument(
-        "--op", choices=("dwsep2d",), default="dwsep2d", help="the operator: depthwise then pointwise, 2-D"
-    )
-    group.add_argument("--shape", type=_extents(4), default=(16, 64, 512, 512), metavar="N,C,H,W", help="shape of x")
-    group.add_argument("--out-channels", type=_extent, default=128, metavar="O")
-    group.add_argument("--kernel", type=_extents(1, 2), default=(3, 3), metavar="K[,K]")
-    group.add_argument("--stride", type=_extents(1, 2), default=(1, 1), metavar="S[,S]")
-    group.add_argument("--padding", type=_padding, default=(1, 1), metavar="P[,P]|same|valid")
-    group.add_argument("--dilation", type=_extents(1, 2), default=(1, 1), metavar="D[,D]")
+        "--op", choices=("dwsep2d", "sepblock1d"), default="dwsep2d",
+        help="depthwise then pointwise, 2-D; or the 1-D block: expand, depthwise, project, residual",
+    )  # fmt: skip
+    group.add_argument("--shape", type=_extents(3, 4), metavar="N,C,H,W|N,C,L", help="shape of x")
+    group.add_argument("--out-channels", type=_extent, metavar="O", help="dwsep2d only; default: 128")
+    group.add_argument("--expanded", type=_extent, metavar="E", help="sepblock1d only; default: twice C")
+    group.add_argument("--kernel", type=_extents(1, 2), metavar="K[,K]")
+    group.add_argument("--stride", type=_extents(1, 2), metavar="S[,S]", help="dwsep2d only")
+    group.add_argument("--padding", type=_padding, metavar="P[,P]|same|valid", help="dwsep2d only")
+    group.add_argument("--dilation", type=_extents(1, 2), metavar="D[,D]")
     group.add_argument(
-        "--bias", action=argparse.BooleanOptionalAction, default=False, help="a bias on both convolutions"
-    )
+        "--bias", action=argparse.BooleanOptionalAction, default=None,
+        help="a bias on every convolution; default: the block has them, dwsep2d has none",
+    )  # fmt: skip
     group.add_argument("--dtype", choices=tuple(KERNEL_DTYPES), default=None, help="default: float32")
     group.add_argument("--layout", choices=LAYOUTS, default=None, help="memory format of x; default: contiguous")
     activations = tuple(name or "none" for name in ACTIVATIONS)
-    group.add_argument("--mid-activation", choices=activations, default="none", help="after the depthwise convolution")
-    group.add_argument("--activation", choices=activations, default="none", help="after the pointwise convolution")
+    text = "after the depthwise convolution; dwsep2d only"
+    group.add_argument("--mid-activation", choices=activations, default=None, help=text)
+    text = "after the pointwise convolution, default none; of the block after the depthwise one, default gelu"
+    group.add_argument("--activation", choices=activations, default=None, help=text)
     group.add_argument("--fp32-precision", choices=PRECISIONS, default=None, help="default: ieee")
     group.add_argument("--arch", help="target, e.g. sm_90a; default: $CUTLASS_SEP_ARCH, else the GPU's, else sm_90a")
     group.add_argument("--path", choices=("sm90", "portable"), help="default: what the planner picks")
+    group.add_argument(
+        "--form", choices=("fused", "two_kernel"), help="sepblock1d only; default: what the planner picks"
+    )
     return parent
 
 
 def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
-        "--suite", metavar="lead|FILE",
-        help="'lead' (the lead shape in every dtype) or a file of layers; of the problem's arguments only --dtype, "
-        "--fp32-precision and --path then count; default: the one problem of the arguments",
+        "--suite", metavar="lead|lead2d|lead1d|sweep1d|FILE",
+        help="'lead' (both lead shapes in every dtype), one of them, 'sweep1d' (the block in every form over lengths, "
+        "channels and kernels) or a file of layers; of the problem's arguments only --dtype, --fp32-precision, --path "
+        "and --form then count; default: the one problem of the arguments",
     )  # fmt: skip
     bench.add_argument(
         "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
     )
     peers = ("eager", "compile", "compile-max-autotune")
-    text = f"of {', '.join(peers)}; default: eager, on the lead shape all three"
+    text = f"of {', '.join(peers)}; default: eager, on the lead shapes all three"
     bench.add_argument("--peers", type=_names(*peers), metavar="P[,P]", help=text)
     timings = ("events", "cuda_graph")
     text = f"of {', '.join(timings)}; default: events"
@@ -211,7 +222,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of comma-separated integers >= 0; one value where two are possible counts for both axes."""
+    """A parser of comma-separated integers >= 0, as many as one of `counts`."""
 
     def parse(text: str) -> tuple[int, ...]:
         values = _integers(text)
@@ -220,7 +231,7 @@ def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
             raise argparse.ArgumentTypeError(
                 f"{text!r} must be {wanted} integers from 0 to {_MOST}, separated by commas"
             )
-        return values * 2 if 2 in counts and len(values) == 1 else values
+        return values
 
     return parse
 

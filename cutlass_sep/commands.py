@@ -12,16 +12,18 @@ from typing import Any
 import torch
 
 from . import arch as archs
-from . import cache, op, toolchain
+from . import cache, toolchain
 from . import doctor as examination
+from . import kernel as kernels
 from .bench import accuracy, ceilings, environment, inputs, results, runner, session
-from .bench.inputs import Case, Tensors
+from .bench.inputs import BlockTensors, Case, Tensors
+from .block_schedule import FORMS
 from .cli import ENVIRONMENT, FAILED, OK, UsageError
 from .console import Output
 from .errors import EnvironmentProblem
-from .kernel import Kernel
+from .op import Operation
 from .planner import plan
-from .problem import SeparableConv2dProblem
+from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -30,7 +32,7 @@ def demo(args: argparse.Namespace, output: Output) -> Answer:
     """The whole way for one problem, as far as this machine can go."""
     built = _op(args)
     output.say(f"problem   {describe(built.problem)}")
-    output.say(f"planned   path {built.path} for {built.arch}: {built.reason}")
+    output.say(f"planned   {_choice(built)} for {built.arch}: {built.reason}")
     begin = time.perf_counter()
     source = built.source
     emit_seconds = time.perf_counter() - begin
@@ -51,7 +53,9 @@ def demo(args: argparse.Namespace, output: Output) -> Answer:
     verdict = _verify(built, device, secrets.randbits(31), output)
     with output.working("timing beside cuDNN"):
         limits = ceilings.measure(device)
-        beside = runner.Plan(peers=("eager",), path=args.path, layouts=(built.problem.layout,))
+        beside = runner.Plan(
+            peers=("eager",), path=args.path, forms=(args.form,), layouts=(built.problem.layout,)
+        )  # fmt: skip
         measured = runner.measure(Case("demo", built.problem), beside, limits, environment.describe(device), device)
     session.show(measured.rows, output)
     for sentence in measured.problems:
@@ -87,7 +91,7 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
 def compile(args: argparse.Namespace, output: Output) -> Answer:
     """Compile and show registers, shared memory and spills."""
     built = _op(args)
-    output.say(f"{describe(built.problem)}: path {built.path} for {built.arch}")
+    output.say(f"{describe(built.problem)}: {_choice(built)} for {built.arch}")
     data = _about(built) | {"compile": _compile(built, output), "output": None}
     if args.output is not None:
         _write(args.output, built.kernel.cubin.code)
@@ -110,9 +114,13 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
     device = _require_device("bench")
     cases, left_out = _cases(args)
     _check_results_file(args)
+    # The sweep compares forms, so both of them are measured beside the planner's pick, in one layout.
+    sweep = args.suite == "sweep1d"
     request = session.Request(
-        cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path, samples=args.samples,
-        startup=args.startup, output=args.output, append=args.append,
+        cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path,
+        forms=(None, *FORMS) if sweep and args.form is None else (args.form,),
+        layouts=("contiguous",) if sweep else LAYOUTS, samples=args.samples, startup=args.startup, output=args.output,
+        append=args.append,
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}
@@ -158,11 +166,12 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
     built, skipped = [], []
     with output.working(f"compiling for {target}", total=len(problems)) as advance:
         for problem in problems:
-            chosen = plan(problem, target, args.path)
+            form = {"form": args.form} if problem.op == "sepblock1d" else {}
+            chosen = plan(problem, target, args.path, **form)
             if chosen.schedule is None:
                 skipped.append({"problem": problem.to_json(), "reason": chosen.reason})
             else:
-                kernel = Kernel(problem, chosen.schedule, target)
+                kernel = kernels.make(problem, chosen.schedule, target)
                 built.append({"name": kernel.name, "key": kernel.cubin.key, "cache_hit": kernel.cubin.cache_hit})
             advance()
     hits = sum(entry["cache_hit"] for entry in built)
@@ -207,19 +216,29 @@ def digest(args: argparse.Namespace, output: Output) -> Answer:
     return OK if right else FAILED, {"gpu": _gpu(), "files": report} | versions
 
 
-def describe(problem: SeparableConv2dProblem) -> str:
+def describe(problem: Problem) -> str:
     """One line for a reader."""
     p = problem
     precision = f" {p.fp32_precision}" if p.fp32_precision else ""
-    parts = [
-        f"[{p.n},{p.c},{p.h},{p.w}] -> {p.o} channels, {p.kernel[0]}x{p.kernel[1]}, {p.dtype}{precision}, {p.layout}",
-        f"stride {p.stride[0]},{p.stride[1]}" if p.stride != (1, 1) else "",
-        f"padding {','.join(map(str, p.padding))}" if any(p.padding) else "",
-        f"dilation {p.dilation[0]},{p.dilation[1]}" if p.dilation != (1, 1) else "",
-        "biases" if p.dw_bias and p.pw_bias else "",
-        f"{p.mid_activation} between" if p.mid_activation else "",
-        f"{p.activation} after" if p.activation else "",
-    ]
+    kind = f"{p.dtype}{precision}, {p.layout}"
+    if isinstance(p, SeparableBlock1dProblem):
+        parts = [
+            f"[{p.n},{p.c},{p.l}] -> {p.e} -> {p.o} channels, k {p.kernel}, {kind}",
+            f"dilation {p.dilation}" if p.dilation != 1 else "",
+            "biases" if p.expand_bias and p.dw_bias and p.project_bias else "",
+            f"{p.activation} between" if p.activation else "",
+            "residual" if p.residual else "",
+        ]
+    else:
+        parts = [
+            f"[{p.n},{p.c},{p.h},{p.w}] -> {p.o} channels, {p.kernel[0]}x{p.kernel[1]}, {kind}",
+            f"stride {p.stride[0]},{p.stride[1]}" if p.stride != (1, 1) else "",
+            f"padding {','.join(map(str, p.padding))}" if any(p.padding) else "",
+            f"dilation {p.dilation[0]},{p.dilation[1]}" if p.dilation != (1, 1) else "",
+            "biases" if p.dw_bias and p.pw_bias else "",
+            f"{p.mid_activation} between" if p.mid_activation else "",
+            f"{p.activation} after" if p.activation else "",
+        ]
     return ", ".join(filter(None, parts))
 
 
@@ -249,34 +268,79 @@ def _check_results_file(args: argparse.Namespace) -> None:
         raise UsageError(f"--output: {error}") from error
 
 
-def _op(args: argparse.Namespace) -> op.DepthwiseSeparableConv2d:
+def _op(args: argparse.Namespace) -> Operation:
     """The op that the arguments describe, made from meta tensors: no GPU needed. Raises UsageError, Unsupported."""
-    n, c, h, w = args.shape
-    dtype = getattr(torch, args.dtype or "float32")
-    format_ = torch.channels_last if args.layout == "channels_last" else torch.contiguous_format
-    options = {
-        "stride": args.stride,
-        "padding": args.padding,
-        "dilation": args.dilation,
-        "mid_activation": _activation(args.mid_activation),
-        "activation": _activation(args.activation),
-        "fp32_precision": args.fp32_precision or "ieee",
-    }
+    block = args.op == "sepblock1d"
+    absent = ("out_channels", "stride", "padding", "mid_activation") if block else ("expanded", "form")
+    for name in absent:
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is no argument of --op {args.op}")
     try:
-        with torch.device("meta"):
-            tensors = Tensors(
-                x=torch.empty(n, c, h, w, dtype=dtype, memory_format=format_),
-                dw_weight=torch.empty(c, 1, *args.kernel, dtype=dtype),
-                pw_weight=torch.empty(args.out_channels, c, 1, 1, dtype=dtype),
-                dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
-                pw_bias=torch.empty(args.out_channels, dtype=dtype) if args.bias else None,
-            )
-        SeparableConv2dProblem.from_tensors(*tensors, **options)
+        tensors, options = (_block_example if block else _pair_example)(args)
+        problem = (SeparableBlock1dProblem if block else SeparableConv2dProblem).from_tensors(*tensors, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    if n == 0:
+    if problem.n == 0:
         raise UsageError("x has an empty batch: there is nothing to run")
-    return op.DepthwiseSeparableConv2d(*tensors, **options, path=args.path, arch=_arch(args))
+    asked = {"path": args.path, "arch": _arch(args)} | ({"form": args.form} if block else {})
+    return inputs.operation(problem)(*tensors, **options, **asked)
+
+
+def _pair_example(args: argparse.Namespace) -> tuple[Tensors, dict[str, Any]]:
+    """Meta tensors and options of the 2-D operator."""
+    n, c, h, w = _shape(args, (16, 64, 512, 512), "N,C,H,W")
+    o, kernel = args.out_channels or 128, args.kernel or (3, 3)
+    kernel = kernel * 2 if len(kernel) == 1 else kernel
+    dtype = getattr(torch, args.dtype or "float32")
+    with torch.device("meta"):
+        tensors = Tensors(
+            x=inputs.empty((n, c, h, w), args.layout or "contiguous", dtype, "meta"),
+            dw_weight=torch.empty(c, 1, *kernel, dtype=dtype),
+            pw_weight=torch.empty(o, c, 1, 1, dtype=dtype),
+            dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
+            pw_bias=torch.empty(o, dtype=dtype) if args.bias else None,
+        )
+    return tensors, {
+        "stride": args.stride or 1,
+        "padding": (1, 1) if args.padding is None else args.padding,
+        "dilation": args.dilation or 1,
+        "mid_activation": _activation(args.mid_activation or "none"),
+        "activation": _activation(args.activation or "none"),
+        "fp32_precision": args.fp32_precision or "ieee",
+    }
+
+
+def _block_example(args: argparse.Namespace) -> tuple[BlockTensors, dict[str, Any]]:
+    """Meta tensors and options of the block."""
+    n, c, length = _shape(args, (32, 256, 4096), "N,C,L")
+    e, kernel = args.expanded or 2 * c, args.kernel or (9,)
+    for name, value in (("kernel", kernel), ("dilation", args.dilation)):
+        if value is not None and len(value) != 1:
+            raise UsageError(f"--{name} must be one integer for --op {args.op}, got {','.join(map(str, value))}")
+    dtype = getattr(torch, args.dtype or "float32")
+    bias = args.bias is not False
+    with torch.device("meta"):
+        tensors = BlockTensors(
+            x=inputs.empty((n, c, length), args.layout or "contiguous", dtype, "meta"),
+            expand_weight=torch.empty(e, c, 1, dtype=dtype),
+            dw_weight=torch.empty(e, 1, *kernel, dtype=dtype),
+            project_weight=torch.empty(c, e, 1, dtype=dtype),
+            expand_bias=torch.empty(e, dtype=dtype) if bias else None,
+            dw_bias=torch.empty(e, dtype=dtype) if bias else None,
+            project_bias=torch.empty(c, dtype=dtype) if bias else None,
+        )
+    return tensors, {
+        "dilation": args.dilation or 1,
+        "activation": _activation(args.activation or "gelu"),
+        "fp32_precision": args.fp32_precision or "ieee",
+    }
+
+
+def _shape(args: argparse.Namespace, default: tuple[int, ...], names: str) -> tuple[int, ...]:
+    shape = args.shape or default
+    if len(shape) != len(default):
+        raise UsageError(f"--shape must be {names} for --op {args.op}, got {','.join(map(str, shape))}")
+    return shape
 
 
 def _arch(args: argparse.Namespace) -> str:
@@ -290,18 +354,24 @@ def _activation(name: str) -> str | None:
     return None if name == "none" else name
 
 
-def _about(built: op.DepthwiseSeparableConv2d) -> dict[str, Any]:
+def _about(built: Operation) -> dict[str, Any]:
     return {
         "gpu": _gpu(),
         "problem": built.problem.to_json(),
         "arch": built.arch,
         "path": built.path,
+        "form": built.form,
         "reason": built.reason,
         "schedule": built.schedule.to_json(),
     }
 
 
-def _compile(built: op.DepthwiseSeparableConv2d, output: Output) -> dict[str, Any]:
+def _choice(built: Operation) -> str:
+    """Path and form for a reader."""
+    return f"path {built.path}" + (f", form {built.form}" if built.form else "")
+
+
+def _compile(built: Operation, output: Output) -> dict[str, Any]:
     """Build the cubin with progress shown, and a table of its resources."""
     kernel = built.kernel
     with output.working(f"compiling {kernel.name} for {kernel.arch}"):
@@ -311,28 +381,25 @@ def _compile(built: op.DepthwiseSeparableConv2d, output: Output) -> dict[str, An
     output.say(f"compiled  {how}: {len(cubin.code)} bytes, key {cubin.key[:16]}")
     table = [(name, used.registers, used.shared_bytes, used.spill_bytes) for name, used in cubin.resources.items()]
     output.table("resources", ("kernel", "registers", "static shared bytes", "spill bytes"), table)
-    geometry = kernel.geometry
-    output.say(
-        f"a block of the main kernel has {geometry.threads} threads, {geometry.shared_bytes} bytes of shared memory"
-    )
+    for stage in kernel.stages:
+        threads, shared_bytes = stage.geometry.threads, stage.geometry.shared_bytes
+        output.say(f"a block of kernel {stage.name} has {threads} threads, {shared_bytes} bytes of shared memory")
     return {
         "cache_hit": cubin.cache_hit,
         "build_seconds": cubin.build_seconds,
         "key": cubin.key,
         "cubin_bytes": len(cubin.code),
         "nvrtc": str(toolchain.nvrtc()),
-        "threads": kernel.geometry.threads,
-        "shared_bytes": kernel.geometry.shared_bytes,
+        "threads": max(stage.geometry.threads for stage in kernel.stages),
+        "shared_bytes": max(stage.geometry.shared_bytes for stage in kernel.stages),
         "resources": {name: vars(used) for name, used in cubin.resources.items()},
     }
 
 
-def _verify(built: op.DepthwiseSeparableConv2d, device: torch.device, seed: int, output: Output) -> accuracy.Verdict:
+def _verify(built: Operation, device: torch.device, seed: int, output: Output) -> accuracy.Verdict:
     problem = built.problem
     tensors = inputs.tensors(problem, device, seed)
-    shape = (problem.n, problem.o, problem.p, problem.q)
-    format_ = torch.channels_last if problem.layout == "channels_last" else torch.contiguous_format
-    poisoned = torch.empty(shape, dtype=tensors.x.dtype, device=device, memory_format=format_).fill_(float("nan"))
+    poisoned = inputs.empty(problem.y_shape, problem.layout, tensors.x.dtype, device).fill_(float("nan"))
     y = built.run(*tensors, out=poisoned)
     verdict = accuracy.judge_one(problem, tensors, y)
     peer = {"ieee": "strict fp32", "tf32": "TF32"}.get(problem.fp32_precision, f"eager {problem.dtype}")
@@ -350,13 +417,19 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     """The cases of `bench`, and {id: reason} of those left out. Dtype and precision, if named, narrow a suite."""
     if args.suite is None:
         return [Case("custom", _op(args).problem)], {}
-    if args.suite == "lead":
-        bases, left_out = [inputs.lead()], {}
+    leads = {"lead": [inputs.lead(), inputs.lead1d()], "lead2d": [inputs.lead()], "lead1d": [inputs.lead1d()]}
+    left_out: dict[str, str] = {}
+    if args.suite in leads:
+        bases, variants = leads[args.suite], session.LEAD_VARIANTS
+    elif args.suite == "sweep1d":
+        bases, variants = inputs.sweep1d(), session.SWEEP_VARIANTS
     else:
-        bases, left_out = _layer_file(Path(args.suite))
+        (bases, left_out), variants = _layer_file(Path(args.suite)), session.LAYER_VARIANTS
+    if args.form is not None:
+        bases = [case for case in bases if case.problem.op == "sepblock1d"]
     chosen = [
         (dtype, precision)
-        for dtype, precision in (session.LEAD_VARIANTS if args.suite == "lead" else session.LAYER_VARIANTS)
+        for dtype, precision in variants
         if args.dtype in (None, dtype) and args.fp32_precision in (None, precision)
     ]
     if not chosen:

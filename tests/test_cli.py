@@ -19,6 +19,7 @@ from cutlass_sep import cli, commands, compiler, errors, functional, op, toolcha
 from cutlass_sep.bench import inputs, results, session
 
 SMALL = ["--shape", "2,8,12,12", "--out-channels", "16"]
+SMALL_BLOCK = ["--op", "sepblock1d", "--shape", "2,8,24", "--expanded", "16"]
 GPU = torch.cuda.is_available()
 
 
@@ -101,6 +102,45 @@ def test_problem_arguments_reach_the_problem(run_json):
     assert {name: data["problem"][name] for name in expected} == expected
     status, data = run_json("emit", *SMALL, "--kernel", "4", "--padding", "same", "--fp32-precision", "tf32")
     assert (status, data["problem"]["padding"], data["problem"]["fp32_precision"]) == (0, [1, 2, 1, 2], "tf32")
+
+
+def test_problem_arguments_reach_the_problem_of_the_block(run_json):
+    status, data = run_json("emit", *SMALL_BLOCK)
+    assert status == 0, data
+    expected = {
+        "n": 2, "c": 8, "l": 24, "e": 16, "o": 8, "kernel": 9, "dilation": 1, "dtype": "float32",
+        "layout": "contiguous", "expand_bias": True, "dw_bias": True, "project_bias": True, "activation": "gelu",
+        "residual": True, "fp32_precision": "ieee", "alignment": 16,
+    }  # fmt: skip
+    assert data["problem"] == expected and data["form"] in ("fused", "two_kernel")
+    assert 'extern "C" __global__' in data["source"] and data["schedule"]["form"] == data["form"]
+    status, data = run_json(
+        "emit", "--op", "sepblock1d", "--shape", "2,8,24", "--kernel", "4", "--dilation", "3", "--no-bias", "--dtype",
+        "float16", "--layout", "channels_last", "--activation", "none", "--form", "two_kernel", "--path", "portable",
+    )  # fmt: skip
+    changed = {
+        "kernel": 4, "dilation": 3, "dtype": "float16", "layout": "channels_last", "expand_bias": False,
+        "dw_bias": False, "project_bias": False, "activation": None, "fp32_precision": None,
+    }  # fmt: skip
+    assert status == 0 and data["problem"] == expected | changed
+    assert (data["path"], data["form"]) == ("portable", "two_kernel")
+
+
+def test_the_block_is_of_its_lead_shape_unless_told_otherwise():
+    assert commands._op(cli.parser().parse_args(["demo", "--op", "sepblock1d"])).problem == inputs.lead1d().problem
+
+
+def test_compile_of_a_block_reports_every_kernel(run, run_json):
+    status, data = run_json("compile", *SMALL_BLOCK, "--form", "two_kernel")
+    assert status == 0, data
+    assert {"expand", "project"} < set(data["compile"]["resources"])
+    assert data["compile"]["threads"] > 0 and data["compile"]["shared_bytes"] > 0
+    status, out, _ = run("compile", *SMALL_BLOCK, "--form", "two_kernel")
+    assert status == 0 and "form two_kernel" in out and "[2,8,24] -> 16 -> 8 channels, k 9" in out
+    assert run_json("cache", "warm", *SMALL_BLOCK, "--form", "two_kernel")[1]["kernels"] == [
+        {"name": f"sepblock1d-two_kernel-{data['path']}-float32-ncl-c8-e16-o8-k9", "key": data["compile"]["key"],
+         "cache_hit": True}
+    ]  # fmt: skip
 
 
 def test_compile_reports_resources_and_then_hits_the_cache(run, run_json, tmp_path):
@@ -231,6 +271,18 @@ def test_without_a_gpu_running_commands_exit_3(run, run_json, command):
     assert (status, data["error"]) == (3, "EnvironmentProblem")
 
 
+def test_verify_of_a_block(run_json, monkeypatch):
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    block = op.SeparableConvBlock1d
+    monkeypatch.setattr(block, "run", lambda self, *t, out: out.copy_(functional.separable_conv_block1d(*t)))
+    for layout in ("contiguous", "channels_last"):
+        status, data = run_json("verify", *SMALL_BLOCK, "--layout", layout)
+        assert status == 0 and data["verify"]["ok"]
+    monkeypatch.setattr(block, "run", lambda self, x, *t, out: out.copy_(functional.separable_conv_block1d(x, *t) - x))
+    status, data = run_json("verify", *SMALL_BLOCK)
+    assert status == 1 and not data["verify"]["ok"], "the residual is missing"
+
+
 def test_verify_fails_on_wrong_and_on_unwritten_values(run, run_json, monkeypatch):
     monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
 
@@ -276,11 +328,41 @@ def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expe
     assert all(case.id == "lead2d" for case in request.cases)
     assert request.peers == ("eager",) and request.append and str(request.output) == path
     run_json("bench", "--suite", "lead", "--dtype", "float32", "--fp32-precision", "tf32")
-    (case,) = asked[-1].cases
-    assert (case.problem.dtype, case.problem.fp32_precision) == ("float32", "tf32")
+    assert [case.id for case in asked[-1].cases] == ["lead2d", "lead1d"]
+    for suite in ("lead2d", "lead1d"):
+        run_json("bench", "--suite", suite, "--dtype", "float32", "--fp32-precision", "tf32")
+        (case,) = asked[-1].cases
+        assert (case.id, case.problem.dtype, case.problem.fp32_precision) == (suite, "float32", "tf32")
+        assert asked[-1].forms == (None,) and asked[-1].layouts == ("contiguous", "channels_last")
     run_json("bench", *SMALL)
     (case,) = asked[-1].cases
     assert (case.id, case.problem.c, case.problem.o) == ("custom", 8, 16)
+
+
+def test_bench_of_blocks_asks_for_forms(run_json, monkeypatch):
+    asked = []
+    fake = types.SimpleNamespace(ok=True, to_json=lambda: {})
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(session, "run", lambda request, device, output: asked.append(request) or fake)
+    assert run_json("bench", *SMALL_BLOCK, "--form", "two_kernel")[0] == 0
+    (case,) = asked[-1].cases
+    assert (case.id, case.problem.op, asked[-1].forms) == ("custom", "sepblock1d", ("two_kernel",))
+    assert run_json("bench", "--suite", "sweep1d")[0] == 0
+    assert asked[-1].forms == (None, "fused", "two_kernel") and asked[-1].layouts == ("contiguous",)
+    problems = {case.id: case.problem for case in asked[-1].cases}
+    assert len(problems) == len(asked[-1].cases) == 42 and {p.dtype for p in problems.values()} == {"bfloat16"}
+    assert {p.n * p.l for p in problems.values()} == {131072} and {p.o / p.c for p in problems.values()} == {1}
+    assert {p.l for p in problems.values()} == {2**i for i in range(6, 18)}
+    assert {p.kernel for p in problems.values()} == {3, 9, 31} and {p.c for p in problems.values()} == {
+        64,
+        128,
+        256,
+        512,
+    }
+    assert {p.e / p.c for p in problems.values()} == {1, 2, 4, 6}
+    assert problems["sweep1d.n32.c256.e512.l4096.k9"] == inputs.lead1d("bfloat16").problem
+    assert run_json("bench", "--suite", "lead", "--form", "fused")[0] == 0
+    assert {case.id for case in asked[-1].cases} == {"lead1d"} and asked[-1].forms == ("fused",)
 
 
 def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypatch, tmp_path):
@@ -332,6 +414,18 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         (["emit", "--out-channels", "9" * 30], "--out-channels"),
         (["emit", "--shape", f"{2**31},8,8,8"], "--shape"),
         (["emit", "--shape", f"1,8,{2**31 - 1},{2**31 - 1}"], "overflow"),
+        (["emit", "--op", "sepblock1d", "--shape", "1,2,3,4"], "--shape must be N,C,L"),
+        (["emit", "--shape", "1,2,3"], "--shape must be N,C,H,W"),
+        (["emit", *SMALL_BLOCK, "--kernel", "3,3"], "--kernel"),
+        (["emit", *SMALL_BLOCK, "--dilation", "0"], "dilation"),
+        (["emit", *SMALL_BLOCK, "--stride", "1"], "--stride"),
+        (["emit", *SMALL_BLOCK, "--padding", "same"], "--padding"),
+        (["emit", *SMALL_BLOCK, "--out-channels", "8"], "--out-channels"),
+        (["emit", *SMALL_BLOCK, "--mid-activation", "gelu"], "--mid-activation"),
+        (["emit", *SMALL_BLOCK, "--form", "three"], "--form"),
+        (["emit", *SMALL, "--form", "fused"], "--form"),
+        (["emit", *SMALL, "--expanded", "8"], "--expanded"),
+        (["emit", "--op", "sepblock1d", "--shape", "0,8,8"], "empty batch"),
         # Shortened options are none: --js would print an object among other text.
         (["emit", "--js"], "--js"),
         (["emit", *SMALL, "--output", "/nonexistent/a.cu"], "--output: [Errno 2]"),
