@@ -25,7 +25,6 @@ from .problem import (
     check_extent,
     check_flag,
     check_option,
-    check_residual,
     check_tensors,
     output_extent,
     pair,
@@ -138,9 +137,9 @@ class _Block1d(Operator):
         x, project_weight = tensors[0], tensors[3]
         tensors, options, _ = super().cast(tensors, options, lower)
         dilation, activation, residual, fp32_precision = options
-        if not residual or x.dtype == tensors[0].dtype:
+        # With rows that x cannot be added to, the call raises as it is.
+        if not residual or x.dtype == tensors[0].dtype or x.shape[-2] != project_weight.shape[0]:
             return tensors, options, None
-        check_residual(x.shape[-2], project_weight.shape[0])
         return tensors, (dilation, activation, False, fp32_precision), x
 
     def check(self, tensors: tuple, options: tuple) -> None:

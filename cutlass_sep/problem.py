@@ -484,19 +484,13 @@ def check_block_tensors(
     o = project_weight.shape[0]
     if min(c, e, o) == 0:
         raise RuntimeError(f"x, expand_weight and project_weight must have at least one channel, got {c}, {e} and {o}")
-    if residual:
-        check_residual(c, o)
-    _check_biases(expand_bias=(expand_bias, e), dw_bias=(dw_bias, e), project_bias=(project_bias, o))
-    if length == 0:
-        raise RuntimeError("x has an empty length; only the batch may be empty")
-
-
-def check_residual(c: int, o: int) -> None:
-    """RuntimeError unless x of `c` channels can be added to y of `o`."""
-    if o != c:
+    if residual and o != c:
         raise RuntimeError(
             f"project_weight must have {c} rows, one for each channel of x that is added (residual=True), got {o}"
         )
+    _check_biases(expand_bias=(expand_bias, e), dw_bias=(dw_bias, e), project_bias=(project_bias, o))
+    if length == 0:
+        raise RuntimeError("x has an empty length; only the batch may be empty")
 
 
 def _check_kinds(**named) -> None:

@@ -108,7 +108,7 @@ def assert_output_close(case: Case, tensors: tuple, y: Tensor, *, slack: float =
     bound = roundings * UNIT_ROUNDOFF[torch.float32 if y.dtype != torch.float64 else y.dtype] * magnitude
     if y.dtype in (torch.float16, torch.bfloat16):
         bound = bound + 4 * SLOPE**2 * UNIT_ROUNDOFF[y.dtype] * magnitude
-    _assert_within(y, plain(case, double(tensors)), slack * bound, "y")
+    assert_within(y, plain(case, double(tensors)), slack * bound, "y")
 
 
 def assert_gradients_close(case: Case, tensors: tuple, grad: Tensor, gradients: tuple) -> None:
@@ -116,7 +116,7 @@ def assert_gradients_close(case: Case, tensors: tuple, grad: Tensor, gradients: 
     expected = expected_gradients(case, tensors, grad)
     for name, got, (want, magnitude) in zip(NAMES, gradients, expected, strict=True):
         if got is not None:
-            _assert_within(got, want, UNIT_ROUNDOFF[got.dtype] * magnitude, f"gradient of {name}")
+            assert_within(got, want, UNIT_ROUNDOFF[got.dtype] * magnitude, f"gradient of {name}")
 
 
 def expected_gradients(case: Case, tensors: tuple, grad: Tensor) -> list[tuple]:
@@ -140,7 +140,7 @@ def _gradients(case: Case, tensors: tuple, grad: Tensor) -> tuple:
     return tuple(None if t is None else t.grad for t in leaves)
 
 
-def _assert_within(got: Tensor, want: Tensor, bound: Tensor, name: str) -> None:
+def assert_within(got: Tensor, want: Tensor, bound: Tensor, name: str) -> None:
     assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     excess = (got.detach().double().cpu() - want).abs() - bound
     assert not excess.isnan().any(), f"{name} has NaN"
