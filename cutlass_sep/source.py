@@ -18,7 +18,7 @@ from .block_schedule import BlockSchedule, FusedGeometry
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 
-#: Activation name -> struct in templates/activation.cuh.
+#: Activation name -> struct in templates/activation.cuh, a template on the type of memory's elements.
 ACTIVATION_STRUCTS = {
     None: "Identity",
     "relu": "Relu",
@@ -143,8 +143,8 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
         "config": f"{name.capitalize()}Config",
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
-        "mid_activation": ACTIVATION_STRUCTS[problem.mid_activation],
-        "activation": ACTIVATION_STRUCTS[problem.activation],
+        "mid_activation": f"{ACTIVATION_STRUCTS[problem.mid_activation]}<Element>",
+        "activation": f"{ACTIVATION_STRUCTS[problem.activation]}<Element>",
         "constants": constants(Geometry(problem, schedule)) | {"kExpandC": 0},
     }
 
