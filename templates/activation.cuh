@@ -64,7 +64,7 @@ struct Silu {
 
 template <class Element>
 struct Hardswish {
-  CUTLASS_DEVICE static float apply(float x) { return x * Relu6<Element>::apply(x + 3.f) * (1.f / 6.f); }
+  CUTLASS_DEVICE static float apply(float x) { return x * (Relu6<Element>::apply(x + 3.f) * (1.f / 6.f)); }
 };
 
 // gelu(x) = x Phi(x) = max(x, 0) - a Phi(-a) with a = |x|: no cancellation, and -0 stays -0 where max yields it. At -Inf it is
@@ -117,8 +117,9 @@ struct Gelu<float> {
     constexpr float rest[] = {-0.01951952837407589f,    -0.037592269480228424f, 0.025766057893633842f,  -0.003862477373331785f,
                               0.000521389243658632f,    -5.793144373456016e-05f, 3.943373030779185e-06f, 3.4657952596717223e-07f,
                               -2.2670413102332532e-07f, 5.130243607709417e-08f,  -4.75880357342362e-09f};
-    constexpr float power[] = {-0.4436142146587372f,   0.09839674830436707f,     -0.01454976387321949f,
-                               0.0016137585043907166f, -0.00014404923422262073f, 1.0526141522859689e-05f};  // (exp(-k f) - 1) / f
+    // exp(-k f) - 1: +0 where f is 0, so that -0 stays -0
+    constexpr float power[] = {0.f, -0.4436142146587372f, 0.09839674830436707f, -0.01454976387321949f,
+                               0.0016137585043907166f, -0.00014404923422262073f, 1.0526141522859689e-05f};
     constexpr float kRound = 0x1.8p23f + 126.f;  // a float near it ends in the bits of 126 + n, the exponent field of 2^(n - 1)
 
     float const b = fabsf(fminf(x, 100.f));
@@ -129,7 +130,7 @@ struct Gelu<float> {
     float const lost = fmaf(a, a, fmaf(n, 1.5625f, -f));  // in both roundings
     f = fmaf(a, 1.4765625f, f) + fmaf(a, polynomial(rest, fminf(a, 6.5f) - 2.5f), lost);
     float const half = -b * __int_as_float(__float_as_int(rounded) << 23);
-    return fmaf(half, f * polynomial(power, f), maximum(x, -0.f) + half);
+    return fmaf(half, polynomial(power, f), maximum(x, -0.f) + half);
   }
 };
 
