@@ -10,11 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu import accuracy
-from gpu.calls import VARIANTS, Poisoned, draw, make_op, make_problem
+from gpu import accuracy, block_combinations
+from gpu.calls import STORAGES, VARIANTS, Poisoned, draw, make_block, make_op, make_problem
 from gpu.combinations import Combination, combinations, groups, runs, schedule_of
 from gpu.test_cases import HELD
 
+from cutlass_sep import kernel
+from cutlass_sep.bench.inputs import options
+from cutlass_sep.block_schedule import supports
 from cutlass_sep.problem import ACTIVATIONS, SeparableConv2dProblem
 from cutlass_sep.source import render
 
@@ -61,6 +64,118 @@ def test_combinations_share_kernels():
         render(c.problem(variant), schedule_of(c.group, variant, path, ARCH), ARCH) for c, variant, path in runs(ARCH)
     }
     assert len(sources) <= MOST_SOURCES
+
+
+def test_combinations_of_the_block_are_many_and_of_every_kind():
+    made, groups = block_combinations.combinations(), block_combinations.groups()
+    assert len({c.id for c in made}) == len(made) >= 200
+    assert {1, 2, 64, 65} < {g.kernel for g in groups}
+    assert min(sum(g.kernel % 2 == odd for g in groups) for odd in (0, 1)) >= 8
+    assert {1, 2, 3, 128} < {g.dilation for g in groups}
+    assert {g.activation for g in groups} == set(ACTIVATIONS)
+    assert len({(g.expand_bias, g.dw_bias, g.project_bias) for g in groups}) == 8
+    assert 1 in {g.c for g in groups} and 1 in {g.e for g in groups}
+    for wide in (True, False):
+        some = [g for g in groups if g.wide == wide]
+        assert {g.layout for g in some} == {"contiguous", "channels_last"}
+        assert {g.residual for g in some} == {True, False} and any(g.o != g.c for g in some)
+        assert any(g.e < g.c for g in some) and any(g.e >= 2 * g.c for g in some)
+    assert any(c.l == 1 for c in made) and any(c.l % 2 for c in made if c.l > 1) and any(c.l > 1000 for c in made)
+    shorter = [c for c in made if c.l <= c.group.dilation * (c.group.kernel - 1)]
+    assert len(shorter) >= 20 and any(c.group.wide for c in shorter)
+    storages = Counter(c.storage for c in made)
+    assert min(storages[s] for s in STORAGES) >= 4
+    assert {c.n for c in made} > {1, 2, 3}
+
+
+def test_every_combination_of_the_block_runs_in_every_form_that_takes_it():
+    found = Counter((variant, form, path) for _, variant, form, path in block_combinations.runs(ARCH))
+    total = len(block_combinations.combinations())
+    for variant in ("fp32", "fp16", "bf16"):
+        assert found[variant, "two_kernel", "portable"] == total
+        assert 3 * found[variant, "two_kernel", "sm90"] >= total
+    assert found["tf32", "two_kernel", "portable"] >= 70
+    for combination, variant, form, path in block_combinations.runs(ARCH)[::7]:
+        assert supports(combination.problem(variant), path, ARCH, form)
+
+
+def test_combinations_of_the_block_share_kernels():
+    sources = {
+        kernel.make(c.problem(variant), block_combinations.schedule_of(c.group, variant, form, path, ARCH), ARCH).source
+        for c, variant, form, path in block_combinations.runs(ARCH)
+    }
+    assert len(sources) <= MOST_SOURCES
+
+
+def test_tensors_of_the_block_make_the_problem_that_was_meant():
+    from cutlass_sep import op
+
+    for combination in block_combinations.combinations()[::3]:
+        problem = combination.problem("bf16")
+        tensors = draw(problem, torch.Generator(), combination.storage)
+        assert op.SeparableConvBlock1d(*tensors, **options(problem), path="torch").problem == problem
+    problem = make_block("fp16", "channels_last", kernel=4, dilation=3, residual=False, o=24)
+    assert make_op(problem, ARCH, "torch").problem == problem
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_judge_of_the_block_passes_right_results_and_no_others(variant: str, layout: str):
+    problem = make_block(variant, layout, c=24, e=40, l=50, kernel=5, dilation=2, activation="silu")
+    tensors = draw(problem, torch.Generator().manual_seed(1))
+    y = accuracy.exact(problem, tensors).to(tensors[0].dtype)
+    found = accuracy.judge(problem, tensors, y)
+    assert found.relative <= accuracy.UNIT[problem.dtype]
+
+    def refused(wrong: torch.Tensor) -> None:
+        with pytest.raises(AssertionError, match="out of bounds"):
+            accuracy.judge(problem, tensors, wrong)
+
+    for value in (math.nan, math.inf, 0.0):
+        wrong = y.clone()
+        wrong[1, 5, 7] = value
+        refused(wrong)
+    x, expand, taps, project, expand_bias, taps_bias, project_bias = tensors
+    tapless, channelless, unexpanded = taps.clone(), project.clone(), expand.clone()
+    tapless[3, 0, 2], channelless[:, 39], unexpanded[:, 23] = 0, 0, 0
+    biases = (expand_bias, taps_bias, project_bias)
+    for changed in (
+        (x, expand, tapless, project, *biases),
+        (x, expand, taps, channelless, *biases),
+        (x, unexpanded, taps, project, *biases),
+        (x.roll(1, 2), expand, taps, project, *biases),
+        (x, expand, taps, project, expand_bias.roll(1), taps_bias, project_bias),
+        (x, expand, taps, project, expand_bias, taps_bias.roll(1), project_bias),
+        (x, expand, taps, project, expand_bias, taps_bias, project_bias.roll(1)),
+    ):
+        refused(accuracy.exact(problem, changed).to(y.dtype))
+    for other in ({"activation": "gelu"}, {"residual": False}, {"dilation": 1}):
+        refused(accuracy.exact(replace(problem, **other), tensors).to(y.dtype))
+
+
+def test_the_judge_of_the_block_refuses_a_bias_that_leaks_into_the_padding():
+    """Padding x instead of the expanded channels is right everywhere but at the ends."""
+    problem = make_block("bf16", c=24, e=40, l=50)
+    x, *parameters = tensors = draw(problem, torch.Generator().manual_seed(2))
+    left, right = problem.pads
+    wider = make_block("bf16", c=24, e=40, l=50 + left + right)
+    padded = torch.nn.functional.pad(x, (left, right))
+    leaked = accuracy.exact(wider, (padded, *parameters))[:, :, left:-right].to(x.dtype)
+    inner = slice(left, -right)
+    assert torch.equal(leaked[..., inner], accuracy.exact(problem, tensors).to(x.dtype)[..., inner])
+    with pytest.raises(AssertionError, match="out of bounds"):
+        accuracy.judge(problem, tensors, leaked)
+
+
+def test_the_judge_of_the_block_refuses_what_lower_precision_gives():
+    problem = make_block("fp32", c=64, e=128, l=200)
+    tensors = draw(problem, torch.Generator().manual_seed(2))
+    y = accuracy.exact(problem, tensors)
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    accuracy.judge(problem, tensors, (y + 2e-7 * noise * y.std()).float())
+    for wrong in ((y + 2e-6 * noise * y.std()).float(), y.bfloat16().float()):
+        with pytest.raises(AssertionError, match="relative error|out of bounds"):
+            accuracy.judge(problem, tensors, wrong)
 
 
 def _op_problem(combination: Combination) -> SeparableConv2dProblem:
@@ -152,6 +267,21 @@ def test_poison_tells_what_was_not_written_and_what_was_by_mistake(layout: str):
     outside.zero_()
     with pytest.raises(AssertionError, match="behind y"):
         out.check()
+
+
+def test_rows_of_the_collection_are_held_for_the_block():
+    named: set[str] = set()
+    for name in ("test_block_cases", "test_block_numerics"):
+        module = importlib.import_module(f"gpu.{name}")
+        named |= {test[5:8] for test in vars(module) if test.startswith("test_F")}
+    rows = {1, 2, 3, 4, 5, 12, 13, 15, 16, 17, 19, 20, 21, 22, 24, 27, 31}
+    assert named == {f"F{row:02}" for row in rows}
+    borrowed = vars(importlib.import_module("gpu.test_borrowed"))
+    for test in (
+        "block_autocast", "block_opcheck", "block_unbatched", "block_exactly_the_gradients_asked_for",
+        "block_nan_and_inf_stay_in_their_receptive_field",
+    ):  # fmt: skip
+        assert f"test_{test}" in borrowed
 
 
 def test_rows_of_the_collection_are_held_where_it_is_said():

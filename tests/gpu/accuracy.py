@@ -16,7 +16,7 @@ from separable import ACTIVATION_ROUNDINGS, ACTIVATIONS
 from torch import Tensor
 
 from cutlass_sep import reference
-from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 from .calls import Tensors, describe
 
@@ -54,19 +54,95 @@ def pointwise(weight: Tensor, a: Tensor, bias: Tensor | None) -> Tensor:
     return z if bias is None else z + bias[:, None, None]
 
 
-def exact(problem: SeparableConv2dProblem, tensors: Tensors) -> Tensor:
-    """y in float64, by convolution on an explicitly padded x and a matrix product."""
-    x, dw_weight, pw_weight, dw_bias, pw_bias = (None if t is None else t.double() for t in tensors)
+def taps(problem: SeparableBlock1dProblem, e: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The block's depthwise convolution, on expanded channels that are padded with zeros."""
+    return F.conv1d(F.pad(e, problem.pads), weight, bias, 1, 0, problem.dilation, groups=problem.e)
+
+
+def project(weight: Tensor, a: Tensor, bias: Tensor | None) -> Tensor:
+    """A pointwise convolution of [N,C,L]."""
+    z = torch.matmul(weight.flatten(1), a)
+    return z if bias is None else z + bias[:, None]
+
+
+def exact(problem: Problem, tensors: Tensors) -> Tensor:
+    """y in float64, by convolution on explicitly padded values and matrix products."""
+    if isinstance(problem, SeparableBlock1dProblem):
+        x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = _double(tensors)
+        m = taps(problem, project(expand_weight, x, expand_bias), dw_weight, dw_bias)
+        y = project(project_weight, ACTIVATIONS[problem.activation](m), project_bias)
+        return y + x if problem.residual else y
+    x, dw_weight, pw_weight, dw_bias, pw_bias = _double(tensors)
     m = depthwise(problem, x, dw_weight, dw_bias)
     z = pointwise(pw_weight, ACTIVATIONS[problem.mid_activation](m), pw_bias)
     return ACTIVATIONS[problem.activation](z)
 
 
-def exact_and_bound(problem: SeparableConv2dProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def _double(tensors: Tensors) -> Tensors:
+    return tuple(None if t is None else t.double() for t in tensors)
+
+
+def _absolute(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.abs()
+
+
+def exact_and_bound(problem: Problem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """y in float64, and the most that an element may differ from it."""
-    p = problem
+    return (_block_bound if isinstance(problem, SeparableBlock1dProblem) else _pair_bound)(problem, _double(tensors))
+
+
+def _product_loss(problem: Problem, length: int) -> float:
+    """What a tensor-core product of `length` terms may lose, relative to the sum of their magnitudes: rounded operands
+    (of a 16-bit type none, of TF32 the weights: the other operand's loss is counted where it is made) and the sum.
+    """
+    if problem.fp32_precision == "ieee":
+        sums = 3 * min(length, PROMOTION) * TRUNCATION + math.ceil(length / PROMOTION) * UNIT["float32"]
+        return SPLIT_LOSS + sums + UNIT["float32"]
+    return (TF32_UNIT if problem.dtype == "float32" else 0) + length * TRUNCATION + UNIT["float32"]
+
+
+def _operand_loss(problem: Problem, a: Tensor) -> Tensor | float:
+    """What rounding values to an MMA's operand may lose."""
+    if problem.fp32_precision == "ieee":
+        return 0.0
+    unit = TF32_UNIT if problem.dtype == "float32" else UNIT[problem.dtype]
+    return unit * a.abs() + (FP16_TINY if problem.dtype == "float16" else 0)
+
+
+def _block_bound(p: SeparableBlock1dProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """The two-kernel form keeps the expanded channels in memory in x's dtype, so 16-bit ones may be rounded once."""
+    x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = tensors
     unit32 = UNIT["float32"]
-    tensors = tuple(None if t is None else t.double() for t in tensors)
+    e = project(expand_weight, x, expand_bias)
+    e_size = project(expand_weight.abs(), x.abs(), _absolute(expand_bias))
+    e_error = _product_loss(p, p.c) * e_size
+    if p.fp32_precision == "tf32":
+        e_error += TF32_UNIT * e_size
+    if p.dtype != "float32":
+        e_error += _operand_loss(p, e.abs() + e_error)
+    m = taps(p, e, dw_weight, dw_bias)
+    m_size = taps(p, e.abs() + e_error, dw_weight.abs(), _absolute(dw_bias))
+    # In 16 bit the taps may be added up by a tensor core.
+    rounding = unit32 if p.dtype == "float32" else TRUNCATION
+    m_error = taps(p, e_error, dw_weight.abs(), None) + (p.kernel + 1) * rounding * m_size
+    del e, e_size, e_error, m_size
+    a = ACTIVATIONS[p.activation](m)
+    a_error = SLOPES[p.activation] * m_error
+    if p.activation is not None:
+        a_error += ACTIVATION_ROUNDINGS * unit32 * m.abs()
+    a_error += _operand_loss(p, a.abs() + a_error)
+    y = project(project_weight, a, project_bias)
+    size = project(project_weight.abs(), a.abs() + a_error, _absolute(project_bias))
+    bound = project(project_weight.abs(), a_error, None)
+    if p.residual:
+        y, size = y + x, size + x.abs()
+    bound += (_product_loss(p, p.e) + unit32) * size
+    bound += UNIT[p.dtype] * (y.abs() + bound) + (FP16_TINY if p.dtype == "float16" else 0)
+    return y, bound
+
+
+def _pair_bound(p: SeparableConv2dProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    unit32 = UNIT["float32"]
     x, dw_weight, pw_weight, dw_bias, pw_bias = tensors
     m = depthwise(p, x, dw_weight, dw_bias)
     m_size = depthwise(p, x.abs(), dw_weight.abs(), None if dw_bias is None else dw_bias.abs())
@@ -74,19 +150,12 @@ def exact_and_bound(problem: SeparableConv2dProblem, tensors: Tensors) -> tuple[
     a_error = SLOPES[p.mid_activation] * (math.prod(p.kernel) + 1) * unit32 * m_size
     if p.mid_activation is not None:
         a_error += ACTIVATION_ROUNDINGS * unit32 * m.abs()
-    # What the MMA takes in place of a and of the weights, and how it adds up.
-    if p.fp32_precision == "ieee":
-        products = SPLIT_LOSS
-        sums = 3 * min(p.c, PROMOTION) * TRUNCATION + math.ceil(p.c / PROMOTION) * unit32
-    else:
-        operand = TF32_UNIT if p.dtype == "float32" else UNIT[p.dtype]
-        a_error += operand * (a.abs() + a_error) + (FP16_TINY if p.dtype == "float16" else 0)
-        products = TF32_UNIT if p.dtype == "float32" else 0  # 16-bit weights stay what they are
-        sums = p.c * TRUNCATION
+    # What the MMA takes in place of a.
+    a_error += _operand_loss(p, a.abs() + a_error)
     del m, m_size
     z = pointwise(pw_weight, a, pw_bias)
     z_size = pointwise(pw_weight.abs(), a.abs() + a_error, None if pw_bias is None else pw_bias.abs())
-    z_error = pointwise(pw_weight.abs(), a_error, None) + (products + sums + unit32) * z_size
+    z_error = pointwise(pw_weight.abs(), a_error, None) + _product_loss(p, p.c) * z_size
     y = ACTIVATIONS[p.activation](z)
     bound = SLOPES[p.activation] * z_error
     if p.activation is not None:
@@ -103,12 +172,18 @@ class Found:
     largest: float
 
 
-def judge(problem: SeparableConv2dProblem, tensors: Tensors, y: Tensor, context: str = "") -> Found:
-    """Assert that y [N,O,P,Q] is as accurate as its kernel has to be; `context` goes into the messages."""
+def _images_at_a_time(p: Problem) -> int:
+    if isinstance(p, SeparableBlock1dProblem):
+        return max(1, _CHUNK // (p.l * (p.c + 2 * p.e + p.o)))
+    return max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
+
+
+def judge(problem: Problem, tensors: Tensors, y: Tensor, context: str = "") -> Found:
+    """Assert that y is as accurate as its kernel has to be; `context` goes into the messages."""
     p = problem
     where = f"{context}\n{describe(p)}"
-    assert tuple(y.shape) == (p.n, p.o, p.p, p.q), f"y has shape {tuple(y.shape)}\n{where}"
-    step = max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
+    assert tuple(y.shape) == p.y_shape, f"y has shape {tuple(y.shape)}\n{where}"
+    step = _images_at_a_time(p)
     square = total = largest = 0.0
     for first in range(0, p.n, step):
         images = slice(first, first + step)
@@ -117,12 +192,13 @@ def judge(problem: SeparableConv2dProblem, tensors: Tensors, y: Tensor, context:
         excess = error - bound
         worst = int(excess.argmax())
         if not excess.flatten()[worst] <= 0:  # also for NaN
-            n, o, row, column = (int(i) for i in torch.unravel_index(torch.tensor(worst), excess.shape))
+            at = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), excess.shape))
+            in_y = (first + at[0], *at[1:])
             wrong = int((~(excess <= 0)).sum())
             raise AssertionError(
-                f"{wrong} of {excess.numel()} elements are out of bounds; worst: y[{first + n},{o},{row},{column}] = "
-                f"{y[first + n, o, row, column].item():.9g}, float64 has {want[n, o, row, column].item():.9g}, "
-                f"allowed error {bound[n, o, row, column].item():.3g}\n{where}"
+                f"{wrong} of {excess.numel()} elements are out of bounds; worst: y[{','.join(map(str, in_y))}] = "
+                f"{y[in_y].item():.9g}, float64 has {want[at].item():.9g}, "
+                f"allowed error {bound[at].item():.3g}\n{where}"
             )
         largest = max(largest, error.max().item())
         square += error.square_().sum().item()
@@ -134,11 +210,12 @@ def judge(problem: SeparableConv2dProblem, tensors: Tensors, y: Tensor, context:
     return Found(relative, largest)
 
 
-def _limit(problem: SeparableConv2dProblem, tensors: Tensors, numel: int, relative: float) -> tuple[float, str]:
+def _limit(problem: Problem, tensors: Tensors, numel: int, relative: float) -> tuple[float, str]:
     """The largest relative error allowed and why; PyTorch runs only if the answer depends on it."""
     p = problem
     if p.fp32_precision == "tf32":
-        return 2 * TF32_UNIT, "both operands rounded to TF32"
+        products = 2 if isinstance(p, SeparableBlock1dProblem) else 1
+        return 2 * products * TF32_UNIT, "both operands of each product rounded to TF32"
     if p.fp32_precision == "ieee":
         if relative <= FP32_GRADE:
             return FP32_GRADE, "fp32-grade"
@@ -149,11 +226,11 @@ def _limit(problem: SeparableConv2dProblem, tensors: Tensors, numel: int, relati
     return TIMES_EAGER * eager_error(p, tensors), f"{TIMES_EAGER} times eager"
 
 
-def eager_error(problem: SeparableConv2dProblem, tensors: Tensors) -> float:
-    """Relative error of PyTorch's pair of convolutions on the same data, at the problem's precision."""
+def eager_error(problem: Problem, tensors: Tensors) -> float:
+    """Relative error of PyTorch's own convolutions on the same data, at the problem's precision."""
     p = problem
     square = total = 0.0
-    step = max(1, _CHUNK // (p.o * p.p * p.q + p.c * p.h * p.w))
+    step = _images_at_a_time(p)
     for first in range(0, p.n, step):
         part = (tensors[0][first : first + step], *tensors[1:])
         y = _eager(p, part)
@@ -163,20 +240,36 @@ def eager_error(problem: SeparableConv2dProblem, tensors: Tensors) -> float:
     return math.sqrt(square / total)
 
 
-def _eager(problem: SeparableConv2dProblem, tensors: Tensors) -> Tensor:
+def _eager(problem: Problem, tensors: Tensors) -> Tensor:
     p = problem
-    x = tensors[0]
-    if x.is_cuda or x.dtype == torch.float32:
+    dtype = tensors[0].dtype
+    precision = p.fp32_precision or "ieee"
+    if tensors[0].is_cuda or dtype == torch.float32:
+        if isinstance(p, SeparableBlock1dProblem):
+            return reference.separable_conv_block1d(*tensors, p.dilation, p.activation, p.residual, precision)
         return reference.depthwise_separable_conv2d(
-            *tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, p.fp32_precision or "ieee"
+            *tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, precision
         )
     # Some 16-bit convolutions take minutes on a CPU: each step in fp32 and then rounded, which is what they compute.
-    x, dw_weight, pw_weight, dw_bias, pw_bias = (None if t is None else t.float() for t in tensors)
-    for step in (
-        lambda t: depthwise(p, t, dw_weight, dw_bias),
-        ACTIVATIONS[p.mid_activation],
-        lambda t: pointwise(pw_weight, t, pw_bias),
-        ACTIVATIONS[p.activation],
-    ):
-        x = step(x).to(tensors[0].dtype).float()
-    return x
+    x, *parameters = (None if t is None else t.float() for t in tensors)
+    if isinstance(p, SeparableBlock1dProblem):
+        expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = parameters
+        steps = (
+            lambda t: project(expand_weight, t, expand_bias),
+            lambda t: taps(p, t, dw_weight, dw_bias),
+            ACTIVATIONS[p.activation],
+            lambda t: project(project_weight, t, project_bias),
+            (lambda t: t + x) if p.residual else (lambda t: t),
+        )
+    else:
+        dw_weight, pw_weight, dw_bias, pw_bias = parameters
+        steps = (
+            lambda t: depthwise(p, t, dw_weight, dw_bias),
+            ACTIVATIONS[p.mid_activation],
+            lambda t: pointwise(pw_weight, t, pw_bias),
+            ACTIVATIONS[p.activation],
+        )
+    y = x
+    for step in steps:
+        y = step(y).to(dtype).float()
+    return y

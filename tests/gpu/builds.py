@@ -10,11 +10,9 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from cutlass_sep import compiler
+from cutlass_sep import compiler, kernel
 from cutlass_sep.bench import results
 from cutlass_sep.kernel import Kernel
-from cutlass_sep.problem import SeparableConv2dProblem
-from cutlass_sep.schedule import Schedule
 
 
 class Builds:
@@ -41,8 +39,7 @@ class Builds:
 
     def submit_saved(self, path: Path) -> None:
         for entry in json.loads(path.read_text()):
-            problem = SeparableConv2dProblem.from_json(entry["problem"])
-            self.submit(Kernel(problem, Schedule.from_json(entry["schedule"]), entry["arch"]))
+            self.submit(kernel.make(*results.what_ran(entry), entry["arch"]))
 
     def finish(self, write: Callable[[str], None]) -> list[str]:
         """Wait for all, telling `write` how far it is now and then; the errors, one line each."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutlass_sep import op
+from cutlass_sep.bench import inputs
 from cutlass_sep.bench.inputs import Case, options
-from cutlass_sep.problem import SeparableConv2dProblem, pair, resolve_padding
+from cutlass_sep.block_schedule import BlockSchedule
+from cutlass_sep.problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem, pair, resolve_padding
 from cutlass_sep.schedule import Schedule
 
 #: (dtype, fp32_precision) by the name that test ids use.
@@ -23,11 +24,13 @@ VARIANTS = {
 }
 #: How x lies in memory. "plain": dense, 16-byte aligned. "offset": dense, one element on. The others are not dense.
 FORMS = ("plain", "offset", "sliced", "transposed", "expanded")
-_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+#: The same of the block's x. "exchanged": N and C have changed places. "stepped": every second position.
+STORAGES = ("plain", "offset", "sliced", "exchanged", "stepped", "expanded")
 #: Elements of NaN on either side of a tensor; a multiple of every alignment.
 _GUARD = 256
 
-Tensors = tuple[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"]
+#: In the operator's order: x, weights, biases.
+Tensors = tuple["Tensor | None", ...]
 
 
 def make_problem(
@@ -61,14 +64,48 @@ def make_problem(
     return problem.with_alignment(problem.element_size if form == "offset" else 0)
 
 
-def reduced(layer: Case) -> SeparableConv2dProblem:
+def make_block(
+    variant: str = "fp32",
+    layout: str = "contiguous",
+    *,
+    n: int = 2,
+    c: int = 16,
+    l: int = 64,  # noqa: E741
+    e: int = 32,
+    o: int | None = None,
+    kernel: int = 5,
+    dilation: int = 1,
+    expand_bias: bool = True,
+    dw_bias: bool = True,
+    project_bias: bool = True,
+    activation: str | None = "gelu",
+    residual: bool = True,
+    storage: str = "plain",
+) -> SeparableBlock1dProblem:
+    """The block of such a call; `o` None is c. The defaults make a small one that every path takes."""
+    dtype, precision = VARIANTS[variant]
+    problem = SeparableBlock1dProblem(
+        n=n, c=c, l=l, e=e, o=c if o is None else o, kernel=kernel, dilation=dilation, dtype=dtype, layout=layout,
+        expand_bias=expand_bias, dw_bias=dw_bias, project_bias=project_bias, activation=activation, residual=residual,
+        fp32_precision=precision, alignment=1,
+    )  # fmt: skip
+    return problem.with_alignment(problem.element_size if storage == "offset" else 0)
+
+
+def reduced(layer: Case) -> Problem:
     """A layer of the layer set with two images: its own batch is for timing."""
     return replace(layer.problem, n=2).with_alignment()
 
 
-def describe(problem: SeparableConv2dProblem) -> str:
+def describe(problem: Problem) -> str:
     """Everything that matters of a problem, in one line."""
     p = problem
+    if isinstance(p, SeparableBlock1dProblem):
+        return (
+            f"{p.dtype} {p.fp32_precision or ''} {p.layout} [{p.n},{p.c},{p.l}] -> {p.e} -> {p.o}, kernel {p.kernel}, "
+            f"dilation {p.dilation}, biases {p.expand_bias}/{p.dw_bias}/{p.project_bias}, activation {p.activation}, "
+            f"residual {p.residual}, alignment {p.alignment}"
+        )
     return (
         f"{p.dtype} {p.fp32_precision or ''} {p.layout} [{p.n},{p.c},{p.h},{p.w}] -> {p.o}, kernel {p.kernel}, "
         f"stride {p.stride}, padding {tuple(p.padding)}, dilation {p.dilation}, biases {p.dw_bias}/{p.pw_bias}, "
@@ -83,35 +120,67 @@ def embed(value: Tensor, offset: int = 0) -> Tensor:
     return flat[_GUARD + offset : _GUARD + offset + numel].as_strided(value.shape, value.stride()).copy_(value)
 
 
-def draw(problem: SeparableConv2dProblem, generator: torch.Generator, form: str = "plain") -> Tensors:
-    """Fresh arguments x, dw_weight, pw_weight, dw_bias, pw_bias on the generator's device.
+def draw(problem: Problem, generator: torch.Generator, storage: str = "plain") -> Tensors:
+    """Fresh arguments in the operator's order on the generator's device; `storage`: one of FORMS or of STORAGES.
 
     All normal; hidden values have a standard deviation of about 2, so that every branch of an activation is met.
     """
     p = problem
     dtype = getattr(torch, p.dtype)
-    offset = 1 if form == "offset" else 0
+    offset = 1 if storage == "offset" else 0
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=generator, device=generator.device) * scale).to(dtype)
 
-    x = normal(p.n, p.c, p.h, p.w)
-    if form == "sliced":
-        around = torch.full((p.n, p.c + 2, p.h + 3, p.w + 3), math.nan, dtype=dtype, device=x.device)
-        x = around[:, 1:-1, 1:-2, 2:-1].copy_(x)
-    elif form == "transposed":
-        x = x.transpose(2, 3).contiguous().transpose(2, 3)
-    elif form == "expanded":
-        x = x[:1].expand(p.n, -1, -1, -1)
+    if isinstance(p, SeparableBlock1dProblem):
+        x = _block_x(p, normal(p.n, p.c, p.l), storage)
+        parameters = (
+            normal(p.e, p.c, 1, scale=1 / math.sqrt(p.c)),
+            normal(p.e, 1, p.kernel, scale=2 / math.sqrt(p.kernel)),
+            normal(p.o, p.e, 1, scale=1 / math.sqrt(p.e)),
+            normal(p.e) if p.expand_bias else None,
+            normal(p.e) if p.dw_bias else None,
+            normal(p.o) if p.project_bias else None,
+        )
     else:
-        x = embed(x.contiguous(memory_format=_FORMATS[p.layout]), offset)
-    parameters = (
-        normal(p.c, 1, *p.kernel, scale=2 / math.sqrt(math.prod(p.kernel))),
-        normal(p.o, p.c, 1, 1, scale=1 / math.sqrt(p.c)),
-        normal(p.c) if p.dw_bias else None,
-        normal(p.o) if p.pw_bias else None,
-    )
+        x = _pair_x(p, normal(p.n, p.c, p.h, p.w), storage)
+        parameters = (
+            normal(p.c, 1, *p.kernel, scale=2 / math.sqrt(math.prod(p.kernel))),
+            normal(p.o, p.c, 1, 1, scale=1 / math.sqrt(p.c)),
+            normal(p.c) if p.dw_bias else None,
+            normal(p.o) if p.pw_bias else None,
+        )
     return (x, *(None if t is None else embed(t, offset) for t in parameters))
+
+
+def _pair_x(p: SeparableConv2dProblem, x: Tensor, form: str) -> Tensor:
+    if form == "sliced":
+        around = torch.full((p.n, p.c + 2, p.h + 3, p.w + 3), math.nan, dtype=x.dtype, device=x.device)
+        return around[:, 1:-1, 1:-2, 2:-1].copy_(x)
+    if form == "transposed":
+        return x.transpose(2, 3).contiguous().transpose(2, 3)
+    if form == "expanded":
+        return x[:1].expand(p.n, -1, -1, -1)
+    return embed(_dense(p, x), 1 if form == "offset" else 0)
+
+
+def _block_x(p: SeparableBlock1dProblem, x: Tensor, storage: str) -> Tensor:
+    if storage == "sliced":
+        around = torch.full((p.n, p.c + 2, p.l + 3), math.nan, dtype=x.dtype, device=x.device)
+        return around[:, 1:-1, 2:-1].copy_(x)
+    if storage == "exchanged":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    if storage == "stepped":
+        around = torch.full((p.n, p.c, 2 * p.l), math.nan, dtype=x.dtype, device=x.device)
+        return around[:, :, ::2].copy_(x)
+    if storage == "expanded":
+        return x[:1].expand(p.n, -1, -1)
+    return embed(_dense(p, x), 1 if storage == "offset" else 0)
+
+
+def _dense(problem: Problem, x: Tensor) -> Tensor:
+    """x in the problem's layout."""
+    return inputs.empty(tuple(x.shape), problem.layout, x.dtype, x.device).copy_(x)
 
 
 @dataclass(frozen=True)
@@ -123,14 +192,11 @@ class Poisoned:
     _start: int
 
     @classmethod
-    def like(cls, problem: SeparableConv2dProblem, device: torch.device, offset: int = 0) -> Poisoned:
-        p = problem
-        numel = p.n * p.o * p.p * p.q
-        flat = torch.full((numel + 2 * _GUARD + offset,), math.nan, dtype=getattr(torch, p.dtype), device=device)
-        inside = flat[_GUARD + offset : _GUARD + offset + numel]
-        if p.layout == "channels_last":
-            return cls(inside.view(p.n, p.p, p.q, p.o).permute(0, 3, 1, 2), flat, _GUARD + offset)
-        return cls(inside.view(p.n, p.o, p.p, p.q), flat, _GUARD + offset)
+    def like(cls, problem: Problem, device: torch.device, offset: int = 0) -> Poisoned:
+        y = inputs.empty(problem.y_shape, problem.layout, getattr(torch, problem.dtype), "meta")
+        start = _GUARD + offset
+        flat = torch.full((start + y.numel() + _GUARD,), math.nan, dtype=y.dtype, device=device)
+        return cls(flat[start : start + y.numel()].as_strided(y.shape, y.stride()), flat, start)
 
     def check(self) -> None:
         """Nothing was written outside, everything inside."""
@@ -142,17 +208,14 @@ class Poisoned:
 
 
 def make_op(
-    problem: SeparableConv2dProblem, arch: str, path: str | None = None, schedule: Schedule | None = None
-) -> op.DepthwiseSeparableConv2d:
-    """The op of a problem whose tensors are dense and 16-byte aligned, from meta tensors."""
-    p = problem
-    dtype = getattr(torch, p.dtype)
-
-    def empty(*shape: int, **keywords: Any) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta", **keywords)
-
-    return op.DepthwiseSeparableConv2d(
-        empty(p.n, p.c, p.h, p.w, memory_format=_FORMATS[p.layout]), empty(p.c, 1, *p.kernel), empty(p.o, p.c, 1, 1),
-        empty(p.c) if p.dw_bias else None, empty(p.o) if p.pw_bias else None,
-        **options(p), path=path, schedule=schedule, arch=arch,
+    problem: Problem,
+    arch: str,
+    path: str | None = None,
+    schedule: Schedule | BlockSchedule | None = None,
+    **asked: Any,
+):
+    """The op of a problem whose tensors are dense and 16-byte aligned, from meta tensors. `asked`: `form`."""
+    tensors = inputs.tensors(problem, "meta")
+    return inputs.operation(problem)(
+        *tensors, **options(problem), path=path, schedule=schedule, arch=arch, **asked
     )  # fmt: skip

@@ -14,14 +14,13 @@ import torch
 import cutlass_sep
 from cutlass_sep import arch as archs
 from cutlass_sep import compiler, dispatch, kernel, planner
-from cutlass_sep.bench import results
-from cutlass_sep.problem import KERNEL_DTYPES, SeparableConv2dProblem
-from cutlass_sep.schedule import candidates
+from cutlass_sep.bench import inputs, results
+from cutlass_sep.problem import KERNEL_DTYPES, Problem
+from cutlass_sep.schedule import PATHS, Support
 
-from . import rehearsal
+from . import block_combinations, combinations, rehearsal
 from .builds import Builds
 from .calls import reduced
-from .combinations import schedule_of
 
 _HERE = Path(__file__).parent
 
@@ -52,17 +51,27 @@ class Machine:
     rehearsing: bool
     builds: Builds | None
 
-    def build(self, problem: SeparableConv2dProblem, path: str | None = None) -> None:
+    def build(self, problem: Problem, path: str | None = None, form: str | None = None) -> None:
         """Let the compilers build the kernel of a problem, without running it."""
-        plan = planner.plan(problem, self.arch, path)
+        plan = planner.plan(problem, self.arch, path, form)
         if plan.schedule is not None:
-            self.builds.submit(kernel.Kernel(problem, plan.schedule, self.arch))
+            self.builds.submit(kernel.make(problem, plan.schedule, self.arch))
 
-    def needs_gpu(self, *problems: SeparableConv2dProblem, path: str | None = None, why: str = "") -> None:
+    def supports(self, problem: Problem, path: str | None = None, form: str | None = None) -> Support:
+        """Whether `path` (None: one of them) runs this problem in this form; the reason is the last path's."""
+        found = [planner.supports(problem, name, self.arch, form) for name in ((path,) if path else PATHS)]
+        return next(filter(None, found), found[-1])
+
+    def require(self, problem: Problem, path: str | None = None, form: str | None = None) -> None:
+        """Skip what cannot be run."""
+        if not (support := self.supports(problem, path, form)):
+            pytest.skip(f"path {path or 'any'}, form {form or 'any'}: {support.reason}")
+
+    def needs_gpu(self, *problems: Problem, path: str | None = None, form: str | None = None, why: str = "") -> None:
         """In the rehearsal: compile what the test would run, and skip it."""
         if self.rehearsing:
             for problem in problems:
-                self.build(problem, path)
+                self.build(problem, path, form)
             pytest.skip(why or "rehearsal: its kernels are built, the rest needs a GPU")
 
 
@@ -164,12 +173,21 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if "combination" in parameters:
             combination, variant, path = (parameters[name] for name in ("combination", "variant", "path"))
-            schedule = schedule_of(combination.group, variant, path, machine.arch)
+            schedule = combinations.schedule_of(combination.group, variant, path, machine.arch)
             if schedule is not None:
-                machine.builds.submit(kernel.Kernel(combination.problem(variant), schedule, machine.arch))
+                machine.builds.submit(kernel.make(combination.problem(variant), schedule, machine.arch))
+        elif "block" in parameters:
+            block, *how = (parameters[name] for name in ("block", "variant", "form", "path"))
+            schedule = block_combinations.schedule_of(block.group, *how, machine.arch)
+            if schedule is not None:
+                machine.builds.submit(kernel.make(block.problem(how[0]), schedule, machine.arch))
         elif "layer" in parameters:
+            layer, form = parameters["layer"], parameters.get("form")
+            if form is not None:
+                layer = inputs.variant(layer, "bfloat16", "contiguous", None)
             path = "portable" if item.originalname == "test_portable" else None
-            machine.build(reduced(parameters["layer"]), path)
+            if form is None or machine.supports(reduced(layer), form=form):
+                machine.build(reduced(layer), path, form)
 
 
 @pytest.hookimpl(trylast=True)
@@ -250,21 +268,22 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fused(machine: Machine, no_fallback, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+def fused(machine: Machine, no_fallback, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Functions and modules run a kernel, also where the planner would rather call PyTorch; the best one, or, once this
-    is called with a path, the best of that path."""
+    is called with a path (and a form of the block), the best of those."""
     choose = dispatch.choose
-    forced: list[str | None] = [None]
+    forced: list[tuple[str | None, str | None]] = [(None, None)]
 
-    def best_kernel(problem: SeparableConv2dProblem, device: torch.device) -> planner.Plan:
+    def best_kernel(problem: Problem, device: torch.device) -> planner.Plan:
         chosen = choose(problem, device)
         if problem.n == 0 or problem.dtype not in KERNEL_DTYPES or device.type != machine.device.type:
             return chosen
-        schedule = candidates(problem, machine.arch, forced[0])[0]
+        path, form = forced[0]
+        schedule = planner.candidates(problem, machine.arch, path, form)[0]
         return planner.Plan(schedule.path, schedule, "the test wants a kernel")
 
     monkeypatch.setattr(dispatch, "choose", best_kernel)
-    return lambda path: forced.__setitem__(0, path)
+    return lambda path, form=None: forced.__setitem__(0, (path, form))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import pytest
+import test_block
 import test_functional
 import test_module
 import test_op
@@ -19,7 +20,7 @@ _ELSEWHERE = {"test_values_and_layout", "test_views_of_x_give_what_their_copies_
 def _borrowed() -> dict[str, Callable]:
     return {
         f"test_{module.__name__.removeprefix('test_')}_{name.removeprefix('test_')}": test
-        for module in (test_functional, test_module, test_op)
+        for module in (test_functional, test_block, test_module, test_op)
         for name, test in vars(module).items()
         if name.startswith("test_") and inspect.isfunction(test) and name not in _ELSEWHERE
         if "device" in inspect.signature(test).parameters

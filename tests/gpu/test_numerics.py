@@ -1,11 +1,15 @@
-"""Accuracy where it is hard: long reductions, sums without cancellation, the lead shape; and torch's TF32 flags."""
+"""Accuracy where it is hard: long reductions, sums without cancellation, the lead shape, every value that an activation
+can meet; and torch's TF32 flags."""
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
+from sweeps import assert_accurate, values
 
-from cutlass_sep import op
+from cutlass_sep import compiler, kernel, op, source
 from cutlass_sep.bench import inputs
 from cutlass_sep.bench.inputs import options
 from cutlass_sep.functional import depthwise_separable_conv2d
@@ -21,6 +25,18 @@ LAYOUTS = ("contiguous", "channels_last")
 REHEARSED_FLOPS = 2e9
 #: Largest |y - y64| on the lead shape, fp32-grade.
 LEAD_LARGEST = 1e-5
+#: Values of fp32 that an activation is tried on.
+SWEPT = 1 << 24
+SWEEP_THREADS = 256
+SWEEP = """
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+{activations}
+extern "C" __global__ void sweep({element} const* x, {element}* y) {{
+  long long const i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+  y[i] = {element}(cutlass_sep::{struct}<{element}>::apply(static_cast<float>(x[i])));
+}}
+"""
 
 
 def run(machine, problem: SeparableConv2dProblem, tensors: Tensors, path: str | None) -> accuracy.Found:
@@ -122,3 +138,30 @@ def test_F15_gradients_are_fp32_whatever_the_flags_say(machine, generator, fused
         for got, want in zip(leaves, doubles, strict=True):
             error = (got.grad.double() - want.grad).norm() / want.grad.norm()
             assert error <= 2 * longest * accuracy.UNIT["float32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", source.ACTIVATION_STRUCTS, ids=str)
+def test_activations_of_every_value(machine, generator, name: str | None, dtype: torch.dtype):
+    """Every value of the 16-bit types, 2^24 values of fp32."""
+    from cuda.bindings import driver
+
+    text = SWEEP.format(
+        activations=(source.templates() / "activation.cuh").read_text().replace("#pragma once\n", ""),
+        element=source._element(str(dtype).removeprefix("torch.")),
+        struct=source.ACTIVATION_STRUCTS[name],
+    )
+    cubin = compiler.build(text, machine.arch, name="sweep")
+    if machine.rehearsing:
+        pytest.skip("rehearsal: the kernel is built, the rest needs a GPU")
+    x = values(dtype, SWEPT, generator)
+    y = torch.empty_like(x)
+    assert x.numel() % SWEEP_THREADS == 0
+    module = kernel._checked(driver.cuModuleLoadData(cubin.code), "load sweep")
+    function = kernel._checked(driver.cuModuleGetFunction(module, b"sweep"), "find sweep")
+    grid, block = (x.numel() // SWEEP_THREADS, 1, 1), (SWEEP_THREADS, 1, 1)
+    stream = torch.cuda.current_stream().cuda_stream
+    arguments = (x.data_ptr(), y.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
+    kernel._checked(driver.cuLaunchKernel(function, *grid, *block, 0, stream, arguments, 0), "launch sweep")
+    assert_accurate(name, x, y)
+    kernel._checked(driver.cuModuleUnload(module), "unload sweep")

@@ -8,21 +8,28 @@ import pytest
 import torch
 
 import cutlass_sep
-from cutlass_sep import dispatch, kernel, op
+from cutlass_sep import dispatch, kernel
+from cutlass_sep.bench import inputs
 from cutlass_sep.bench.inputs import options
-from cutlass_sep.functional import depthwise_separable_conv2d
-from cutlass_sep.problem import SeparableConv2dProblem
-from cutlass_sep.schedule import supports
+from cutlass_sep.block_schedule import FORMS
+from cutlass_sep.problem import Problem
+from cutlass_sep.schedule import PATHS
 
 from . import accuracy
-from .calls import Tensors, draw, make_problem
+from .calls import Tensors, draw, make_block, make_problem
 
 pytestmark = pytest.mark.usefixtures("fused")
 
+#: What runs in this path and form.
 PROBLEMS = {
-    "sm90-contiguous": make_problem("fp32", c=16, o=32),
-    "sm90-channels_last": make_problem("bf16", "channels_last", c=16, o=32),
-    "portable": make_problem("fp32", c=7, o=5, h=13, w=15, mid_activation="relu"),
+    "sm90-contiguous": (make_problem("fp32", c=16, o=32), "sm90", None),
+    "sm90-channels_last": (make_problem("bf16", "channels_last", c=16, o=32), "sm90", None),
+    "portable": (make_problem("fp32", c=7, o=5, h=13, w=15, mid_activation="relu"), "portable", None),
+    **{
+        f"block-{form}-{path}": (make_block("bf16", c=64, l=264, e=128, kernel=9), path, form)
+        for form in FORMS
+        for path in PATHS
+    },
 }
 #: Cycles of a GPU's clock, about half a second.
 LONG = 800_000_000
@@ -31,26 +38,25 @@ AT_ONCE = 0.25
 
 
 @pytest.fixture(params=PROBLEMS)
-def problem(request: pytest.FixtureRequest, machine, fused) -> SeparableConv2dProblem:
-    """A problem whose calls run on the path that its id says."""
-    path = request.param.split("-")[0]
-    if not (support := supports(PROBLEMS[request.param], path, machine.arch)):
-        pytest.skip(f"path {path}: {support.reason}")
-    fused(path)
-    return PROBLEMS[request.param]
+def problem(request: pytest.FixtureRequest, machine, fused) -> Problem:
+    """A problem whose calls run on the path and in the form that its id says."""
+    problem, path, form = PROBLEMS[request.param]
+    machine.require(problem, path, form)
+    fused(path, form)
+    return problem
 
 
-def call(problem: SeparableConv2dProblem, tensors: Tensors) -> torch.Tensor:
-    return depthwise_separable_conv2d(*tensors, **options(problem))
+def call(problem: Problem, tensors: Tensors) -> torch.Tensor:
+    return inputs.function(problem)(*tensors, **options(problem))
 
 
-def test_the_problems_themselves(machine, generator, problem: SeparableConv2dProblem):
+def test_the_problems_themselves(machine, generator, problem: Problem):
     """In a rehearsal this builds the kernels of all tests below."""
     tensors = draw(problem, generator)
     accuracy.judge(problem, tensors, call(problem, tensors))
 
 
-def test_runs_on_the_current_stream(gpu, generator, problem: SeparableConv2dProblem):
+def test_runs_on_the_current_stream(gpu, generator, problem: Problem):
     tensors, fresh = draw(problem, generator), draw(problem, generator)
     call(problem, tensors)
     torch.cuda.synchronize()
@@ -65,7 +71,7 @@ def test_runs_on_the_current_stream(gpu, generator, problem: SeparableConv2dProb
     accuracy.judge(problem, fresh, y)
 
 
-def test_never_waits(gpu, generator, problem: SeparableConv2dProblem):
+def test_never_waits(gpu, generator, problem: Problem):
     tensors = draw(problem, generator)
     call(problem, tensors)
     other = draw(problem, generator)  # a new address: new TMA descriptors
@@ -86,7 +92,7 @@ def test_never_waits(gpu, generator, problem: SeparableConv2dProblem):
         accuracy.judge(problem, t, y)
 
 
-def test_allocates_the_output_and_one_workspace(gpu, generator, problem: SeparableConv2dProblem):
+def test_allocates_the_output_and_one_workspace(gpu, generator, problem: Problem):
     tensors = draw(problem, generator)
     call(problem, tensors)
     torch.cuda.synchronize()
@@ -105,9 +111,9 @@ def test_allocates_the_output_and_one_workspace(gpu, generator, problem: Separab
     assert free - torch.cuda.mem_get_info(gpu)[0] <= reserved, "memory was taken beside PyTorch's allocator"
 
 
-def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: SeparableConv2dProblem):
+def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: Problem):
     tensors = draw(problem, generator)
-    cutlass_sep.warmup(depthwise_separable_conv2d, *tensors, **options(problem))
+    cutlass_sep.warmup(inputs.function(problem), *tensors, **options(problem))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = call(problem, tensors)
@@ -121,7 +127,7 @@ def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: 
         accuracy.judge(problem, fresh, y)
 
 
-def test_a_cold_kernel_refuses_to_be_captured(gpu, generator, problem: SeparableConv2dProblem):
+def test_a_cold_kernel_refuses_to_be_captured(gpu, generator, problem: Problem):
     tensors = draw(problem, generator)
     kernel.clear_memory()
     dispatch.clear()
@@ -138,49 +144,61 @@ def test_a_cold_kernel_refuses_to_be_captured(gpu, generator, problem: Separable
 
 
 MANY_IMAGES = {
-    "sm90": make_problem("fp16", "channels_last", n=70_000, c=8, h=3, w=3, o=8),
-    "portable": make_problem("fp32", n=70_000, c=3, h=3, w=3, o=5),
+    "sm90": (make_problem("fp16", "channels_last", n=70_000, c=8, h=3, w=3, o=8), "sm90", None),
+    "portable": (make_problem("fp32", n=70_000, c=3, h=3, w=3, o=5), "portable", None),
+    **{
+        f"block-{form}-{path}": (make_block("bf16", n=70_000, c=16, l=8, e=16), path, form)
+        for form in FORMS
+        for path in PATHS
+    },
 }
 
 
-@pytest.mark.parametrize("path", MANY_IMAGES)
-def test_more_images_than_a_grid_is_high(machine, generator, path: str):
-    problem = MANY_IMAGES[path]
-    if not (support := supports(problem, path, machine.arch)):
-        pytest.skip(f"path {path}: {support.reason}")
+@pytest.mark.parametrize("which", MANY_IMAGES)
+def test_more_images_than_a_grid_is_high(machine, generator, which: str):
+    problem, path, form = MANY_IMAGES[which]
+    machine.require(problem, path, form)
     tensors = draw(problem, generator)
-    y = op.DepthwiseSeparableConv2d(*tensors, **options(problem), path=path, arch=machine.arch).run(*tensors)
+    asked = {"path": path, "arch": machine.arch} | ({} if form is None else {"form": form})
+    y = inputs.operation(problem)(*tensors, **options(problem), **asked).run(*tensors)
     accuracy.judge(problem, tensors, y)
 
 
-def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, generator):
+@pytest.mark.parametrize("which", ["2-D", "block"])
+def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, generator, which: str):
     from torch.utils._triton import has_triton
 
     if not has_triton():
         pytest.skip("inductor needs triton, which is not installed here")
     torch._dynamo.reset()
     count = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    module = cutlass_sep.DepthwiseSeparableConv2d(16, 32, 3, padding=1, bias=True, device=gpu)
+    if which == "2-D":
+        module = cutlass_sep.DepthwiseSeparableConv2d(16, 32, 3, padding=1, bias=True, device=gpu)
+        make, terms = (lambda n: make_problem("fp32", n=n, c=16, o=32)), 32 * 9
+    else:
+        module = cutlass_sep.SeparableConvBlock1d(16, 32, 5, device=gpu)
+        make, terms = (lambda n: make_block("fp32", n=n)), 16 + 5 + 32
     compiled = torch.compile(lambda x: module(x).square(), fullgraph=True, backend=count)
     for n in (2, 3, 5, 8):
-        x = draw(make_problem("fp32", n=n, c=16, o=32), generator)[0].clone().requires_grad_()
+        x = draw(make(n), generator)[0].clone().requires_grad_()
         twin = x.detach().clone().requires_grad_()
         y, want = compiled(x), module(twin).square()
         torch.testing.assert_close(y, want, rtol=4 * accuracy.UNIT["float32"], atol=0)
         y.sum().backward()
         want.sum().backward()
         error = (x.grad - twin.grad).norm() / twin.grad.norm()
-        assert error <= 2 * 32 * 9 * accuracy.UNIT["float32"]
+        assert error <= 2 * terms * accuracy.UNIT["float32"]
     assert count.frame_count <= 2
 
 
-def test_descriptors_do_not_pile_up(gpu, generator):
+@pytest.mark.parametrize("which", [name for name, (_, path, _) in PROBLEMS.items() if path == "sm90"])
+def test_descriptors_do_not_pile_up(gpu, machine, generator, which: str):
     """More addresses than descriptors are kept; each call is right whether its descriptor is new, kept or gone."""
-    problem = PROBLEMS["sm90-channels_last"]
-    if not (support := supports(problem, "sm90", kernel.archs.of_device(gpu.index))):
-        pytest.skip(support.reason)
+    problem, path, form = PROBLEMS[which]
+    machine.require(problem, path, form)
     sets = [draw(problem, generator) for _ in range(100)]
-    operator = op.DepthwiseSeparableConv2d(*sets[0], **options(problem), path="sm90")
+    asked = {"path": path} | ({} if form is None else {"form": form})
+    operator = inputs.operation(problem)(*sets[0], **options(problem), **asked)
     for tensors in (*sets, *sets[:5], *sets[-5:]):
         accuracy.judge(problem, tensors, operator.run(*tensors))
-    assert len(operator.kernel._maps) <= kernel._TENSOR_MAPS_KEPT + 2
+    assert all(len(stage._maps) <= kernel._TENSOR_MAPS_KEPT for stage in operator.kernel.stages)
