@@ -442,7 +442,9 @@ def test_errors_name_the_argument(name: str, how: str):
 
 def test_a_tuple_of_one_is_a_dilation_as_nn_conv1d_keeps_it(device: str):
     tensors = Block(dilation=2).tensors(device)
-    assert torch.equal(run_block(*tensors, dilation=(2,)), run_block(*tensors, dilation=2))
+    want = run_block(*tensors, dilation=2)
+    for dilation in ((2,), [2]):
+        assert torch.equal(run_block(*tensors, dilation=dilation), want)
 
 
 # ---- autocast ----
