@@ -18,7 +18,7 @@ FORMATS = {torch.float32: (24, -149), torch.float16: (11, -24), torch.bfloat16: 
 
 
 def values(dtype: torch.dtype, count: int, generator: torch.Generator) -> Tensor:
-    """Every value of a 16-bit type; of fp32 `count`: half spread over [-20, 20], a quarter in [-6, 6], else any bits."""
+    """Every value of a 16-bit type; of fp32 `count`: half over [-20, 20], a quarter in [-6, 6], else any bits."""
     if dtype != torch.float32:
         return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=generator.device).view(dtype)
     where = {"generator": generator, "device": generator.device}

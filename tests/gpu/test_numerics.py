@@ -29,14 +29,12 @@ LEAD_LARGEST = 1e-5
 SWEPT = 1 << 24
 SWEEP_THREADS = 256
 SWEEP = """
-#include <cutlass/cutlass.h>
-#include <cutlass/numeric_types.h>
-{activations}
-extern "C" __global__ void sweep({element} const* x, {element}* y) {{
+extern "C" __global__ void {name}_{dtype}({element} const* x, {element}* y) {{
   long long const i = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
   y[i] = {element}(cutlass_sep::{struct}<{element}>::apply(static_cast<float>(x[i])));
 }}
 """
+ELEMENTS = {torch.float32: "float", torch.float16: "cutlass::half_t", torch.bfloat16: "cutlass::bfloat16_t"}
 
 
 def run(machine, problem: SeparableConv2dProblem, tensors: Tensors, path: str | None) -> accuracy.Found:
@@ -140,28 +138,46 @@ def test_F15_gradients_are_fp32_whatever_the_flags_say(machine, generator, fused
             assert error <= 2 * longest * accuracy.UNIT["float32"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", source.ACTIVATION_STRUCTS, ids=str)
-def test_activations_of_every_value(machine, generator, name: str | None, dtype: torch.dtype):
-    """Every value of the 16-bit types, 2^24 values of fp32."""
+@pytest.fixture(scope="module")
+def sweeps(machine):
+    """The library with a kernel for each activation and type of elements; None in a rehearsal, which compiles it."""
     from cuda.bindings import driver
 
-    text = SWEEP.format(
-        activations=(source.templates() / "activation.cuh").read_text().replace("#pragma once\n", ""),
-        element=source._element(str(dtype).removeprefix("torch.")),
-        struct=source.ACTIVATION_STRUCTS[name],
-    )
-    cubin = compiler.build(text, machine.arch, name="sweep")
+    kernels = [
+        SWEEP.format(name=name, struct=struct, dtype=str(dtype).removeprefix("torch."), element=element)
+        for name, struct in source.ACTIVATION_STRUCTS.items()
+        for dtype, element in ELEMENTS.items()
+    ]
+    activations = (source.templates() / "activation.cuh").read_text().replace("#pragma once\n", "")
+    headers = "#include <cutlass/cutlass.h>\n#include <cutlass/numeric_types.h>\n"
+    cubin = compiler.build("".join([headers, activations, *kernels]), machine.arch, name="sweeps")
     if machine.rehearsing:
-        pytest.skip("rehearsal: the kernel is built, the rest needs a GPU")
+        yield None
+        return
+    torch.cuda.synchronize()  # makes the device's context current
+    library = kernel._checked(driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0), "loading the sweeps")
+    yield library
+    kernel._checked(driver.cuLibraryUnload(library), "unloading the sweeps")
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
+@pytest.mark.parametrize("name", source.ACTIVATION_STRUCTS, ids=str)
+def test_activations_of_every_value(machine, generator, sweeps, name: str | None, dtype: torch.dtype):
+    """Every value of the 16-bit types, 2^24 values of fp32."""
+    if machine.rehearsing:
+        pytest.skip("rehearsal: the kernels are built, the rest needs a GPU")
+    from cuda.bindings import driver
+
+    symbol = f"{name}_{str(dtype).removeprefix('torch.')}"
+    function = kernel._checked(driver.cuLibraryGetKernel(sweeps, symbol.encode()), f"finding {symbol}")
     x = values(dtype, SWEPT, generator)
     y = torch.empty_like(x)
-    assert x.numel() % SWEEP_THREADS == 0
-    module = kernel._checked(driver.cuModuleLoadData(cubin.code), "load sweep")
-    function = kernel._checked(driver.cuModuleGetFunction(module, b"sweep"), "find sweep")
-    grid, block = (x.numel() // SWEEP_THREADS, 1, 1), (SWEEP_THREADS, 1, 1)
+    blocks, rest = divmod(x.numel(), SWEEP_THREADS)
+    assert rest == 0
     stream = torch.cuda.current_stream().cuda_stream
     arguments = (x.data_ptr(), y.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
-    kernel._checked(driver.cuLaunchKernel(function, *grid, *block, 0, stream, arguments, 0), "launch sweep")
+    launched = driver.cuLaunchKernel(
+        driver.CUfunction(int(function)), blocks, 1, 1, SWEEP_THREADS, 1, 1, 0, stream, arguments, 0
+    )
+    kernel._checked(launched, f"launching {symbol}")
     assert_accurate(name, x, y)
-    kernel._checked(driver.cuModuleUnload(module), "unload sweep")
