@@ -15,6 +15,8 @@ EXACT = ACTIVATIONS | {
 }
 #: Significant bits and the exponent of the smallest number.
 FORMATS = {torch.float32: (24, -149), torch.float16: (11, -24), torch.bfloat16: (8, -133)}
+#: Largest error of GELU for a 16-bit type before it is rounded to that, in unit roundoffs of the type, relative to x.
+GELU_LOSS = 0.05
 
 
 def values(dtype: torch.dtype, count: int, generator: torch.Generator) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from separable import ACTIVATION_ROUNDINGS, ACTIVATIONS
+from sweeps import GELU_LOSS
 from torch import Tensor
 
 from cutlass_sep import reference
@@ -109,6 +110,12 @@ def _operand_loss(problem: Problem, a: Tensor) -> Tensor | float:
     return unit * a.abs() + (FP16_TINY if problem.dtype == "float16" else 0)
 
 
+def _activation_loss(problem: Problem, argument: Tensor) -> Tensor:
+    """What evaluating an activation may lose, before the result is rounded."""
+    gelu = GELU_LOSS * UNIT[problem.dtype] if problem.dtype != "float32" else 0.0
+    return (ACTIVATION_ROUNDINGS * UNIT["float32"] + gelu) * argument.abs()
+
+
 def _block_bound(p: SeparableBlock1dProblem, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """The two-kernel form keeps the expanded channels in memory in x's dtype, so 16-bit ones may be rounded once."""
     x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = tensors
@@ -129,7 +136,7 @@ def _block_bound(p: SeparableBlock1dProblem, tensors: Tensors) -> tuple[Tensor, 
     a = ACTIVATIONS[p.activation](m)
     a_error = SLOPES[p.activation] * m_error
     if p.activation is not None:
-        a_error += ACTIVATION_ROUNDINGS * unit32 * m.abs()
+        a_error += _activation_loss(p, m)
     a_error += _operand_loss(p, a.abs() + a_error)
     y = project(project_weight, a, project_bias)
     size = project(project_weight.abs(), a.abs() + a_error, _absolute(project_bias))
@@ -149,7 +156,7 @@ def _pair_bound(p: SeparableConv2dProblem, tensors: Tensors) -> tuple[Tensor, Te
     a = ACTIVATIONS[p.mid_activation](m)
     a_error = SLOPES[p.mid_activation] * (math.prod(p.kernel) + 1) * unit32 * m_size
     if p.mid_activation is not None:
-        a_error += ACTIVATION_ROUNDINGS * unit32 * m.abs()
+        a_error += _activation_loss(p, m)
     # What the MMA takes in place of a.
     a_error += _operand_loss(p, a.abs() + a_error)
     del m, m_size
@@ -159,7 +166,7 @@ def _pair_bound(p: SeparableConv2dProblem, tensors: Tensors) -> tuple[Tensor, Te
     y = ACTIVATIONS[p.activation](z)
     bound = SLOPES[p.activation] * z_error
     if p.activation is not None:
-        bound += ACTIVATION_ROUNDINGS * unit32 * z.abs()
+        bound += _activation_loss(p, z)
     bound += UNIT[p.dtype] * (y.abs() + bound) + (FP16_TINY if p.dtype == "float16" else 0)
     return y, bound
 
