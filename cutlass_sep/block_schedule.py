@@ -7,7 +7,7 @@ workspace (so that its zero padding is that of the hidden channels), with the re
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +15,18 @@ from . import arch as archs
 from . import estimate as estimates
 from . import schedule as separable
 from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem
-from .schedule import PATHS, Geometry, Schedule, Support
+from .schedule import PATHS, Schedule, Support
 
 if TYPE_CHECKING:
-    from cutlass_library import TileDescription
+    from cutlass_library import MathInstruction, TileDescription
 
 FORMS = ("fused", "two_kernel")
-#: fused: positions of a tile (two warpgroups of 64), and tiles of output channels.
+#: fused: positions of a tile (two warpgroups of 64), hidden channels of a chunk, and tiles of output channels.
 FUSED_TILE = 128
+FUSED_CHUNK = 64
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup.
-MOST_POSITIONS = 144
+MOST_POSITIONS = 176
 #: The lengths that stand for all in the choice of a schedule.
 SHORT, LONG = 256, 4096
 #: Of each of the two kernels, how many of the best schedules are combined.
@@ -33,80 +34,140 @@ _EACH = 3
 
 
 @dataclass(frozen=True)
-class BlockSchedule:
-    """One way to run a block. two_kernel: a schedule for each kernel.
+class FusedTile:
+    """The fused form's tile (of FUSED_TILE positions) and its rings in shared memory."""
 
-    fused: `project` states the tile of the second GEMM (its `row_slots` hold hidden channels instead of rows of x).
-    """
+    tile_oc: int  # output channels: all of them
+    hidden_slots: int  # chunks of 64 hidden channels
+    project_slots: int  # chunks of project weights
+    expand_slots: int  # tiles of 64 x 64 expand weights
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BlockSchedule:
+    """One way to run a block. two_kernel: `expand` and `project`, a schedule for each kernel. fused: `tile`."""
 
     form: str
     path: str
-    project: Schedule
-    expand: Schedule | None = None  # two_kernel
-    expand_slots: int = 0  # fused: 64 x 64 tiles of expand weights in the ring
+    expand: Schedule | None = None
+    project: Schedule | None = None
+    tile: FusedTile | None = None
 
     def to_json(self) -> dict[str, Any]:
-        data = {"form": self.form, "path": self.path, "project": self.project.to_json()}
-        if self.form == "fused":
-            return data | {"expand_slots": self.expand_slots}
-        return data | {"expand": self.expand.to_json()}
+        parts = {"expand": self.expand, "project": self.project, "tile": self.tile}
+        return {"form": self.form, "path": self.path} | {k: v.to_json() for k, v in parts.items() if v is not None}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BlockSchedule:
         """The schedule that `to_json` wrote. ValueError for anything else; values are unchecked."""
         try:
-            parts = {k: Schedule.from_json(v) if k in ("expand", "project") else v for k, v in data.items()}
-            return cls(**parts)
-        except (TypeError, AttributeError) as error:
+            data = dict(data)
+            for name, part in (
+                ("expand", Schedule.from_json),
+                ("project", Schedule.from_json),
+                ("tile", _tile_from_json),
+            ):
+                if data.get(name) is not None:
+                    data[name] = part(data[name])
+            return cls(**data)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"schedule must be what BlockSchedule.to_json writes; got {data!r} ({error})") from None
 
     def tile_description(self, problem: SeparableBlock1dProblem) -> TileDescription:
         """The tile of the second GEMM as CUTLASS describes it, for `problem`'s data type."""
-        return self.project.tile_description(problem.project)
+        if self.tile is None:
+            return self.project.tile_description(problem.project)
+        from cutlass_library import TileDescription
+
+        shape = [self.tile.tile_oc, FUSED_TILE, FUSED_CHUNK]
+        math = FusedGeometry(problem, self.tile).math_instruction
+        return TileDescription(shape, self.tile.hidden_slots, [1, 8, 1], math, 90, 90)
+
+
+def _tile_from_json(data: dict[str, Any]) -> FusedTile:
+    return FusedTile(**data)
 
 
 @dataclass(frozen=True)
-class FusedGeometry(Geometry):
-    """What follows from a block and a fused schedule. Mirrors struct BlockLayout of templates/block1d_sm90.cuh.
+class FusedGeometry:
+    """What follows from a block and a fused tile. Mirrors struct BlockLayout of templates/block1d_sm90.cuh."""
 
-    `problem` and `schedule` are those of the second GEMM, to which a slot of hidden channels is a row of x.
-    """
-
-    block: SeparableBlock1dProblem
-    expand_slots: int
-
-    @classmethod
-    def of(cls, block: SeparableBlock1dProblem, schedule: BlockSchedule) -> FusedGeometry:
-        return cls(block.project, schedule.project, block, schedule.expand_slots)
+    problem: SeparableBlock1dProblem
+    tile: FusedTile
 
     @property
-    def pixel_major(self) -> bool:
-        return True
+    def channels_last(self) -> bool:
+        return self.problem.layout == "channels_last"
+
+    @property
+    def math_instruction(self) -> MathInstruction:
+        """CUTLASS's MathInstruction of the second GEMM: wgmma, two side by side where a tile is wider than 128."""
+        from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
+
+        element = {"float16": DataType.f16, "bfloat16": DataType.bf16}[self.problem.dtype]
+        columns = self.tile.tile_oc if self.tile.tile_oc <= 128 else self.tile.tile_oc // 2
+        operation = MathOperation.multiply_add
+        return MathInstruction([64, columns, 16], element, element, DataType.f32, OpcodeClass.TensorOp, operation)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.e // FUSED_CHUNK)
+
+    @property
+    def halo(self) -> int:
+        return self.problem.dilation * (self.problem.kernel - 1)
 
     @property
     def phase(self) -> int:
         """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes."""
-        return 0 if self.channels_last else -self.block.pads[0] % 8
+        return 0 if self.channels_last else -self.problem.pads[0] % 8
 
     @property
     def positions(self) -> int:
         """Positions of the window, columns of the first GEMM."""
-        needed = self.phase + FUSED_TILE + self.block.dilation * (self.block.kernel - 1)
-        return _round_up(needed, 8 if self.channels_last else 16)
+        return _round_up(self.phase + FUSED_TILE + self.halo, 8 if self.channels_last else 16)
 
     @property
     def expand_atoms(self) -> int:
         """Groups of 64 channels of x."""
-        return -(-self.block.c // 64)
+        return -(-self.problem.c // 64)
+
+    @property
+    def reach(self) -> int:
+        """Positions from the start of a row of hidden channels to the end of the first output's taps."""
+        return self.phase % 2 + self.halo + 1
+
+    @property
+    def depthwise_mmas(self) -> int:
+        """mma.sync instructions that the depthwise outputs of a channel take."""
+        return -(-(self.reach + 7) // 16)
+
+    @property
+    def taps_bytes(self) -> int:
+        """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh)."""
+        return 16 * (self.reach + 3) * 16
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.chunks * self.taps_bytes
+
+    @property
+    def pack_blocks(self) -> int:
+        """Blocks of pack_weights."""
+        return self.chunks
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the kernel."""
-        s = self.schedule
-        x = self.expand_atoms * 64 * 2 * self.positions
-        hidden = _round_up(self.positions * 128, 1024)
-        barriers = 2 * (1 + self.expand_slots + s.row_slots + s.weight_slots) * 8
-        return x + self.expand_slots * 64 * 128 + s.row_slots * hidden + s.weight_slots * self.stage_bytes + barriers
+        t = self.tile
+        rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
+        hidden = t.hidden_slots * _round_up(rows + self.taps_bytes, 1024)
+        x = _round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
+        barriers = 2 * (1 + t.expand_slots + t.project_slots + t.hidden_slots) * 8
+        return x + t.expand_slots * 64 * 128 + t.project_slots * t.tile_oc * 128 + hidden + barriers
 
     @property
     def threads(self) -> int:
@@ -115,7 +176,7 @@ class FusedGeometry(Geometry):
     @property
     def tiles(self) -> int:
         """Work items of a launch."""
-        return self.block.n * -(-self.block.l // FUSED_TILE)
+        return self.problem.n * -(-self.problem.l // FUSED_TILE)
 
 
 def _round_up(value: int, unit: int) -> int:
@@ -167,38 +228,36 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
         return f"the fused form is there on path sm90 for sm_90a alone, not on path {path} for {arch}"
     if p.element_size != 2:
         return f"the fused form takes 16-bit tensors, not {p.dtype}"
-    if p.alignment < MAX_ALIGNMENT or p.c % 8:
-        inner = "C and O" if p.layout == "channels_last" else "C and L"
+    if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8:
+        inner = "C, E and O" if p.layout == "channels_last" else "C, E and L"
         return f"TMA needs 16-byte aligned tensors and rows: {inner} times {p.element_size} bytes, addresses"
     if p.o > FUSED_TILE_OCS[-1]:
         return f"{p.o} output channels exceed the {FUSED_TILE_OCS[-1]} whose sums the registers hold"
-    halo = p.dilation * (p.kernel - 1)
-    positions = FusedGeometry.of(p, _fused_base(p)).positions
-    if positions > MOST_POSITIONS:
-        return f"a halo of {halo} positions makes windows of {positions}: at most {MOST_POSITIONS}"
-    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or p.n * -(-p.l // FUSED_TILE) >= 2**31 or p.e * p.o > 2**36:
+    geometry = FusedGeometry(p, _least_tile(p))
+    if geometry.positions > MOST_POSITIONS:
+        return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {MOST_POSITIONS}"
+    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or geometry.tiles >= 2**31:
         return "kernels count in 32 bits"
     return None
 
 
-def _fused_base(problem: SeparableBlock1dProblem) -> BlockSchedule:
+def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
+    """Rings in which one slot fills while another is in use; a chunk of hidden channels more, as two are in use."""
     tile_oc = next((oc for oc in FUSED_TILE_OCS if oc >= problem.o), FUSED_TILE_OCS[-1])
-    project = Schedule("sm90", tile_oc, 64, 1, 4, 2, row_slots=2, weight_slots=2)
-    return BlockSchedule("fused", "sm90", project)
+    return FusedTile(tile_oc, hidden_slots=3, project_slots=2, expand_slots=2)
 
 
 @lru_cache(maxsize=1024)
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
-    """The fused schedules whose rings fit: more hidden slots or more weights, and expand weights in what is left."""
+    """The fused schedules that fit: more chunks of hidden channels, of project weights, or of expand weights alone."""
     found = []
-    for row_slots, weight_slots in ((2, 2), (3, 2), (2, 3)):
-        base = _fused_base(problem)
-        base = replace(base, project=replace(base.project, row_slots=row_slots, weight_slots=weight_slots))
-        geometry = FusedGeometry.of(problem, base)
+    for hidden, project in ((3, 2), (4, 2), (3, 3)):
+        tile = replace(_least_tile(problem), hidden_slots=hidden, project_slots=project, expand_slots=0)
+        geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
         slots = min(room // (64 * 128 + 16), 2 * geometry.expand_atoms)
         if slots >= 2:
-            found.append(replace(base, expand_slots=slots))
+            found.append(BlockSchedule("fused", "sm90", tile=replace(tile, expand_slots=slots)))
     return tuple(found)
 
 
@@ -206,14 +265,18 @@ def check(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: str) 
     """Whether this schedule can run this problem on `arch`, and if not, why not."""
     if schedule.form not in FORMS:
         return Support(False, f"form={schedule.form!r} must be one of {', '.join(map(repr, FORMS))}")
+    parts = {"expand": Schedule, "project": Schedule} if schedule.form == "two_kernel" else {"tile": FusedTile}
+    for name in ("expand", "project", "tile"):
+        part = getattr(schedule, name)
+        if type(part) is not parts.get(name, type(None)):
+            wanted = f"a {parts[name].__name__}" if name in parts else "None"
+            return Support(False, f"{name} must be {wanted} in form {schedule.form}, got {part!r}")
     if schedule.form == "fused":
         return _check_fused(problem, schedule, arch)
-    if schedule.expand_slots != 0:
-        return Support(False, f"expand_slots={schedule.expand_slots!r} belongs to the fused form")
     for name, half in (("expand", problem.expand), ("project", problem.project)):
         part = getattr(schedule, name)
-        if not isinstance(part, Schedule) or part.path != schedule.path:
-            return Support(False, f"{name} must be a schedule of path {schedule.path}, got {part!r}")
+        if part.path != schedule.path:
+            return Support(False, f"kernel {name} is scheduled for path {part.path}, the block for {schedule.path}")
         if not (support := separable.check(half, part, arch)):
             return Support(False, f"kernel {name}: {support.reason}")
     return Support(True)
@@ -222,19 +285,13 @@ def check(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: str) 
 def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: str) -> Support:
     if (reason := _fused_out_of_reach(problem, schedule.path, arch)) is not None:
         return Support(False, reason)
-    if schedule.expand is not None:
-        return Support(False, "expand belongs to the two-kernel form")
-    slots = ("expand_slots", schedule.expand_slots), ("row_slots", schedule.project.row_slots)
-    for name, value in (*slots, ("weight_slots", schedule.project.weight_slots)):
-        if type(value) is not int or value < 2:
-            return Support(False, f"{name}={value!r} must be an integer of at least 2: one fills while one is in use")
-    allowed = replace(
-        _fused_base(problem).project,
-        row_slots=schedule.project.row_slots, weight_slots=schedule.project.weight_slots,
-    )  # fmt: skip
-    if schedule.project != allowed:
-        return Support(False, f"project must be {allowed} but for its slots, got {schedule.project}")
-    shared_bytes = FusedGeometry.of(problem, schedule).shared_bytes
+    least = _least_tile(problem).to_json()
+    for name, value in schedule.tile.to_json().items():
+        if type(value) is not int or value < least[name]:
+            return Support(False, f"{name}={value!r} must be an integer of at least {least[name]}")
+    if schedule.tile.tile_oc not in FUSED_TILE_OCS:
+        return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
+    shared_bytes = FusedGeometry(problem, schedule.tile).shared_bytes
     if shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
     return Support(True)
@@ -265,12 +322,12 @@ def _ranked(
 
 def _two_kernel(problem: SeparableBlock1dProblem, path: str, arch: str) -> list[BlockSchedule]:
     expands, projects = (separable.candidates(half, arch, path)[:_EACH] for half in (problem.expand, problem.project))
-    return [BlockSchedule("two_kernel", path, project, expand) for project in projects for expand in expands]
+    return [BlockSchedule("two_kernel", path, expand, project) for project in projects for expand in expands]
 
 
 def estimate(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: str) -> float:
     """Estimated microseconds of a call on a large GPU: for choosing, not for predicting."""
     if schedule.form == "fused":
-        return estimates.fused_us(FusedGeometry.of(problem, schedule))
+        return estimates.fused_us(FusedGeometry(problem, schedule.tile))
     halves = ((problem.expand, schedule.expand), (problem.project, schedule.project))
     return sum(separable.estimate(half, part, arch) for half, part in halves)

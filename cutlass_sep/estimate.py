@@ -43,7 +43,9 @@ _LATE = 0.3
 _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 28}
 #: The same in the forms for 16-bit tensors.
 _ACTIVATION_16 = _ACTIVATION | {"silu": 6, "gelu_tanh": 10, "gelu": 10}
-#: Cycles of a tile of the fused block beside its chunks: sums that start from x, the epilogue.
+#: Cycles of a chunk of the fused block that nothing hides: barriers, filling and draining of the MMAs. Cycles of a tile
+#: beside its chunks: sums that start from x, the first depthwise outputs, the epilogue.
+_FUSED_CHUNK_CYCLES = 400.0
 _FUSED_TILE_CYCLES = 4000.0
 #: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
 #: convolutions reach.
@@ -176,12 +178,12 @@ def sm90_us(g: Geometry) -> float:
 
 def fused_us(g: FusedGeometry) -> float:
     """Microseconds of a call of the block's fused form."""
-    block, taps = g.block, g.block.kernel
+    block = g.problem
     # Cycles of a tile and chunk of 64 hidden channels: tensor cores, and instructions of the eight warps that make
-    # depthwise outputs, 16 channels x 16 positions at a time.
-    tensor = 4 * (g.expand_atoms * g.positions / 2 + g.schedule.tile_oc)
-    instructions = 8 * taps + 5 * (taps + 1) + taps + 8 * _ACTIVATION_16[block.activation] + 40
-    tile = g.chunks * _combine(tensor, 8 * instructions) + _FUSED_TILE_CYCLES
+    # depthwise outputs, 8 channels x 128 positions each.
+    tensor = 4 * (g.expand_atoms * g.positions / 2 + g.tile.tile_oc)
+    instructions = 32 * (2 + _ACTIVATION_16[block.activation]) + 24 * g.depthwise_mmas + 60
+    tile = g.chunks * (_combine(tensor, 2 * instructions) + _FUSED_CHUNK_CYCLES) + _FUSED_TILE_CYCLES
     rounds = -(-g.tiles // MULTIPROCESSORS)
     memory = block.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
     return max(rounds * tile, memory) / CYCLES_PER_US + LAUNCH_US
@@ -194,7 +196,7 @@ def torch_us(p: SeparableConv2dProblem) -> float:
     x, m, y = (p.n * c * h * w * size for c, h, w in ((p.c, p.h, p.w), (p.c, p.p, p.q), (p.o, p.p, p.q)))
     taps = math.prod(p.kernel)
     tap = _TAP_PS_CHANNELS_LAST[taps > 25] if channels_last else _TAP_PS[p.dtype]
-    depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, m / size * taps * tap * 1e-6)
+    depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, m / size * taps * tap * 1e-6) if p.depthwise else 0.0
     precision = p.fp32_precision or p.dtype
     # A wave of 128 x 128 tiles at a time; the fp32 ones are slow to start (16 TFLOP/s at 64 channels).
     tiles = -(-p.n * p.p * p.q // 128) * -(-p.o // 128)
@@ -204,7 +206,8 @@ def torch_us(p: SeparableConv2dProblem) -> float:
     # Elementwise passes over m and over y: activations, and the biases that no kernel takes along.
     over_m = (p.mid_activation is not None) + (p.dw_bias and channels_last)
     over_y = (p.activation is not None) + p.pw_bias
-    passes, launches = 2 * m * over_m + 2 * y * over_y, 2 + over_m + over_y
+    passes = 2 * m * over_m + (2 * over_y + 3 * p.residual) * y
+    launches = 1 + p.depthwise + over_m + over_y + p.residual
     if not channels_last and precision != "ieee":  # tensor cores take channels_last: both sides are transposed
         passes += 2 * (m + y)
         launches += 2

@@ -24,8 +24,8 @@ from .source import render
 
 #: struct cutlass_sep::Arguments of templates/problem.cuh: ten pointers, eight ints.
 _ARGUMENTS = struct.Struct("10Q8i")
-#: Positions of three pointers in it.
-_X, _Y, _EXPAND_WEIGHT = 0, 5, 8
+#: Positions of four pointers in it.
+_X, _PW_WEIGHT, _Y, _EXPAND_WEIGHT = 0, 2, 5, 8
 _TENSOR_MAP_BYTES = 128
 #: Threads of a block of pack_weights (templates/pack_weights.cuh).
 PACK_THREADS = 256
@@ -153,17 +153,18 @@ class _FusedStage(_Stage):
     def __init__(self, geometry: FusedGeometry):
         self.name = "block1d"
         self.geometry = geometry
-        self.encoders = [(_X, self._encode_x), (_EXPAND_WEIGHT, self._encode_expand_weight)]
+        weights = (_EXPAND_WEIGHT, self._encode_expand_weight), (_PW_WEIGHT, self._encode_project_weight)
+        self.encoders = [(_X, self._encode_x), *weights]
         self._maps = OrderedDict()
 
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """As of any stage; a work item has no steps."""
-        g, b = self.geometry, self.geometry.block
+        g, b = self.geometry, self.geometry.problem
         scalars = (b.n, 1, b.l, 1, b.l, 0, b.pads[0], 0)
         return (min(g.tiles, processors), 1, 1, g.threads, 1, 1, g.shared_bytes), scalars
 
     def _encode_x(self, address: int) -> bytes:
-        b, g = self.geometry.block, self.geometry
+        b, g = self.geometry.problem, self.geometry
         size = b.element_size
         if g.channels_last:
             extents, strides = (b.c, b.l, b.n), (b.c * size, b.l * b.c * size)
@@ -172,8 +173,12 @@ class _FusedStage(_Stage):
         return _tensor_map(b.dtype, address, extents, strides, (16, 64 * g.expand_atoms, 1), 32)
 
     def _encode_expand_weight(self, address: int) -> bytes:
-        b = self.geometry.block
+        b = self.geometry.problem
         return _tensor_map(b.dtype, address, (b.c, b.e), (b.c * b.element_size,), (64, 64), 128)
+
+    def _encode_project_weight(self, address: int) -> bytes:
+        b = self.geometry.problem
+        return _tensor_map(b.dtype, address, (b.e, b.o), (b.e * b.element_size,), (64, self.geometry.tile.tile_oc), 128)
 
 
 class _Launcher:
@@ -323,7 +328,7 @@ class BlockKernel(Kernel):
 
     def _stages(self) -> list[_Stage]:
         if self.schedule.form == "fused":
-            return [_FusedStage(FusedGeometry.of(self.problem, self.schedule))]
+            return [_FusedStage(FusedGeometry(self.problem, self.schedule.tile))]
         expand = _Stage("expand", self.problem.expand, self.schedule.expand)
         project = _Stage("project", self.problem.project, self.schedule.project)
         return [expand, project]

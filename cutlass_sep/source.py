@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from .block_schedule import BlockSchedule, FusedGeometry
+from .block_schedule import BlockSchedule, FusedGeometry, FusedTile
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 
@@ -88,7 +88,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
     values: dict[str, Any] = {
         "kChannelsLast": problem.layout == "channels_last",
         "kPixelMajor": geometry.pixel_major,
-        "kPhase": 0 if schedule.path == "portable" else geometry.phase,
+        "kPhase": 0 if geometry.pixel_major else geometry.phase,
         "kC": problem.c,
         "kO": problem.o,
         "kKernelH": problem.kernel[0],
@@ -101,7 +101,6 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kPwBias": problem.pw_bias,
         "kDepthwise": problem.depthwise,
         "kResidual": problem.residual,
-        "kResidualInSums": isinstance(geometry, FusedGeometry),
         "kSplit": geometry.split,
         "kFp16Range": problem.dtype == "float16",
         "kMmaSteps": geometry.mma_steps,
@@ -111,15 +110,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kWarpsQ": schedule.warps_q,
         "kWarpgroups": schedule.warpgroups,
     }
-    if isinstance(geometry, FusedGeometry):
-        values |= {
-            "kVectorAccess": True,
-            "kPositions": geometry.positions,
-            "kExpandSlots": geometry.expand_slots,
-            "kHiddenSlots": schedule.row_slots,
-            "kWeightSlots": schedule.weight_slots,
-        }
-    elif schedule.path == "sm90":
+    if schedule.path == "sm90":
         values |= {
             "kSideBySide": schedule.side_by_side,
             "kRowSlots": schedule.row_slots,
@@ -143,8 +134,8 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
         "config": f"{name.capitalize()}Config",
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
-        "mid_activation": f"{ACTIVATION_STRUCTS[problem.mid_activation]}<Element>",
-        "activation": f"{ACTIVATION_STRUCTS[problem.activation]}<Element>",
+        "mid_activation": ACTIVATION_STRUCTS[problem.mid_activation],
+        "activation": ACTIVATION_STRUCTS[problem.activation],
         "constants": constants(Geometry(problem, schedule)) | {"kExpandC": 0},
     }
 
@@ -159,17 +150,41 @@ def _two_kernels(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> l
     return [expand, project]
 
 
-def _fused_kernel(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> dict[str, Any]:
-    geometry = FusedGeometry.of(problem, schedule)
-    tile_oc = schedule.project.tile_oc
-    element = {"float16": "F16", "bfloat16": "BF16"}[problem.dtype]
-    kind, major = f"F32{element}{element}", "cute::SM90::GMMA::Major::"
-    x_major = "K" if geometry.channels_last else "MN"
-    expand = {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
-    return _kernel("block1d", problem.project, schedule.project) | {
-        "expand_atom": f"MMA_64x{geometry.positions}x16_{kind}_SS<{major}K, {major}{x_major}>",
-        "mma_atom": f"MMA_64x{tile_oc if tile_oc <= 128 else tile_oc // 2}x16_{kind}_RS<{major}K, {major}K>",
-        "constants": constants(geometry) | expand,
+def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, Any]:
+    """What the fused block's translation unit states."""
+    geometry = FusedGeometry(problem, tile)
+    columns = geometry.math_instruction.instruction_shape[1]
+    element = geometry.math_instruction.element_a.name.upper()
+    kind, k_major = f"F32{element}{element}", "cute::SM90::GMMA::Major::K"
+    mn_major = "cute::SM90::GMMA::Major::MN"
+    return {
+        "element": _element(problem.dtype),
+        "expand_atom": f"MMA_64x{geometry.positions}x16_{kind}_SS<{k_major}, "
+        f"{k_major if geometry.channels_last else mn_major}>",
+        "depthwise_atom": f"SM80_16x8x16_F32{element}{element}F32_TN",
+        "mma_atom": f"MMA_64x{columns}x16_{kind}_SS<{mn_major}, {k_major}>",
+        "activation": ACTIVATION_STRUCTS[problem.activation],
+        "constants": {
+            "kChannelsLast": geometry.channels_last,
+            "kExpandC": problem.c,
+            "kC": problem.e,
+            "kO": problem.o,
+            "kKernelW": problem.kernel,
+            "kDilationW": problem.dilation,
+            "kExpandBias": problem.expand_bias,
+            "kDwBias": problem.dw_bias,
+            "kPwBias": problem.project_bias,
+            "kResidual": problem.residual,
+            "kFp16Range": problem.dtype == "float16",
+            "kPhase": geometry.phase,
+            "kPositions": geometry.positions,
+            "kTileOc": tile.tile_oc,
+            "kHiddenSlots": tile.hidden_slots,
+            "kProjectSlots": tile.project_slots,
+            "kExpandSlots": tile.expand_slots,
+            "kSharedBytes": geometry.shared_bytes,
+            "kWorkspaceBytes": geometry.workspace_bytes,
+        },
     }
 
 
@@ -194,7 +209,7 @@ def render(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> s
     heading = title(problem, schedule, arch)
     if isinstance(schedule, BlockSchedule) and schedule.form == "fused":
         unit = _environment().get_template("block1d_sm90.cu.j2")
-        return _inline(unit.render(title=heading, kernel=_fused_kernel(problem, schedule)))
+        return _inline(unit.render(title=heading, **_fused_unit(problem, schedule.tile)))
     if isinstance(problem, SeparableBlock1dProblem):
         kernels = _two_kernels(problem, schedule)
     else:

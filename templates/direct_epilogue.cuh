@@ -35,7 +35,7 @@ struct DirectEpilogue {
   CUTLASS_DEVICE static void store(Arguments const& args, Accumulator& acc, PixelScale<Config> const& scale, int n, int oc, int p, int q,
                                    int t) {
     finish(args, acc, scale, oc, First, t);
-    if constexpr (Config::kResidual && !Config::kResidualInSums) add_residual(args, acc, n, oc + 2 * t, p, q, First);
+    if constexpr (Config::kResidual) add_residual(args, acc, n, oc + 2 * t, p, q, First);
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b) {
       if (p + b >= args.p) continue;

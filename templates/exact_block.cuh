@@ -5,6 +5,7 @@
 namespace cutlass_sep {
 
 /// In place of an activation, on a hidden value that will be stored as fp16: NaN where fp16 cannot hold it, which marks every sum that it enters.
+template <class Element>
 struct HalfOrNan {
   CUTLASS_DEVICE static float apply(float x) { return fabsf(x) < 65520.f ? x : __int_as_float(0x7fffffff); }
 };

@@ -8,8 +8,6 @@
 
 namespace cutlass_sep {
 
-constexpr int kPackThreads = 256;
-
 template <class Config>
 struct PackedWeights {
   using G = Geometry<Config>;

@@ -43,4 +43,14 @@ CUTLASS_DEVICE uint64_t mn_major_descriptor(char const* address, int block_bytes
   return d.desc_;
 }
 
+/// 64 rows of the MMA of an MN-major operand of 16-bit elements: [k][128 bytes] with TMA's 128-byte swizzle.
+CUTLASS_DEVICE uint64_t mn_major_row_descriptor(char const* address) {
+  cute::GmmaDescriptor d;
+  d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
+  d.bitfield.leading_byte_offset_ = 1;  // one block of 64 rows: there is no next one
+  d.bitfield.stride_byte_offset_ = 1024 >> 4;  // 8 k
+  d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
+  return d.desc_;
+}
+
 }  // namespace cutlass_sep
