@@ -31,9 +31,11 @@ def run(machine, problem: SeparableBlock1dProblem, tensors: Tensors, path: str, 
 
 
 @every_kernel
-@laid_out
 @in_all_types
-@pytest.mark.parametrize("activation", [None, "relu6", "gelu"])
+@pytest.mark.parametrize(
+    ("layout", "activation"),
+    [("contiguous", None), ("contiguous", "gelu"), ("channels_last", None), ("channels_last", "relu6")],
+)
 def test_in_x(machine, generator, variant: str, layout: str, activation: str | None, path: str, form: str):
     """Of mixed signs an Inf is Inf - Inf at every output; relu6 makes it finite again."""
     problem = small(variant, layout, activation=activation)
@@ -99,9 +101,10 @@ def test_every_nan_is_nan(machine, generator, variant: str, path: str, form: str
 
 
 @every_kernel
-@laid_out
 @in_all_types
-@pytest.mark.parametrize("activation", [None, "gelu"])
+@pytest.mark.parametrize(
+    ("layout", "activation"), [("contiguous", None), ("contiguous", "gelu"), ("channels_last", None)]
+)
 @pytest.mark.parametrize("where", ["everywhere", "somewhere"])
 def test_hidden_values_beyond_the_operand(
     machine, generator, where: str, activation: str | None, variant: str, layout: str, path: str, form: str
