@@ -26,11 +26,22 @@ _COLUMNS = (
 )
 
 
-def table(data: dict[str, Any]) -> str:
-    """The lead shape's rows, best peers beside them, then starts and calls."""
-    from cutlass_sep.bench import inputs, runner
+_BLOCK = "\nThe 1-D block, [32,256,4096] expanded to 512 channels, k 9, GELU, every bias, residual:\n\n"
 
-    rows = [row for row in data["rows"] if row["id"] == inputs.LEAD_ID and row["timing"] == "events"]
+
+def table(data: dict[str, Any]) -> str:
+    """The lead shapes' rows, best peers beside them, then starts and calls."""
+    from cutlass_sep.bench import inputs
+
+    block = _rows(data, inputs.LEAD1D_ID)
+    return _rows(data, inputs.LEAD_ID) + (_BLOCK + block if block.count("\n") > 2 else "") + _starts_and_calls(data)
+
+
+def _rows(data: dict[str, Any], name: str) -> str:
+    """The table of one lead shape."""
+    from cutlass_sep.bench import runner
+
+    rows = [row for row in data["rows"] if row["id"] == name and row["timing"] == "events"]
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     for found in runner.compare(rows):
         row, peer = found.row, found.peer
@@ -41,8 +52,11 @@ def table(data: dict[str, Any]) -> str:
             == ("eager", row["dtype"], row["fp32_precision"], row["layout"])
         ]
         precision = f"{row['dtype']} {row['fp32_precision']}" if row["fp32_precision"] else row["dtype"]
+        what = [precision, row["layout"], row["form"]]
+        if row.get("forced"):
+            what.append(f"path {row['path']} asked for")
         cells = (
-            f"{precision}, {row['layout']}{', path ' + row['path'] + ' asked for' if row.get('forced') else ''}",
+            ", ".join(filter(None, what)),
             f"{row['median_ms']:.3f}",
             f"{100 * row['floor_ms'] / row['median_ms']:.0f} %",
             f"{peer['median_ms']:.3f} ({peer['impl']}, {peer['layout']})",
@@ -51,7 +65,7 @@ def table(data: dict[str, Any]) -> str:
             f"{eager[0]:.1e}" if eager else "",
         )
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n" + _starts_and_calls(data)
+    return "\n".join(lines) + "\n"
 
 
 def _starts_and_calls(data: dict[str, Any]) -> str:

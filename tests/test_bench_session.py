@@ -118,6 +118,23 @@ def test_a_block_has_rows_of_its_own(ceilings_known, tmp_path):
     )
 
 
+def test_a_form_that_is_the_pick_is_measured_once(ceilings_known, monkeypatch):
+    monkeypatch.setattr(runner.block_schedule, "supports", lambda problem, path, arch, form: form == "fused")
+    real = runner.own
+
+    def own(name, problem, path, form, example):
+        made = real(name, problem, None, None, example)
+        about = {"path": "sm90", "form": "fused", "schedule": {}, "arch": "sm_90a"}
+        return replace(made, about=about | ({"forced": True} if form else {}))
+
+    monkeypatch.setattr(runner, "own", own)
+    monkeypatch.setattr(results, "digest", lambda rows: "0")
+    finished = run(block(), forms=(None, "fused", "two_kernel"), peers=())
+    assert [(row["layout"], row.get("forced")) for row in finished.measured] == [
+        ("contiguous", None), ("channels_last", None),
+    ]  # fmt: skip
+
+
 def test_forms_that_were_forced_inform_and_do_not_fail(ceilings_known, monkeypatch, tmp_path):
     problem = block().problem
     schedule = {"fused": 0.0, "two_kernel": 0.02}

@@ -130,6 +130,8 @@ def test_merging_replaces_the_same_measurement_whatever_was_planned():
     assert len(data["rows"]) == 2
     results.merge(data, [make_row(schedule=first, forced=True), make_peer(layout="channels_last")])
     assert len(data["rows"]) == 4, "a forced path is another measurement, and so is another layout"
+    results.merge(data, [make_row(schedule=second, forced=True)])
+    assert len(data["rows"]) == 4, "what the planner picks may be asked for as well"
     results.validate(data)
 
 
@@ -185,11 +187,15 @@ def test_digest_of_problems_counts_what_ran():
 # --- the README's table
 
 
-def table_module():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
-    module = importlib.util.module_from_spec(spec)
+def module_of(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def table_module():
+    return module_of("table")
 
 
 def test_the_table_shows_own_rows_beside_their_best_peer():
@@ -206,6 +212,54 @@ def test_the_table_shows_own_rows_beside_their_best_peer():
         "From the first call to the first result: 2500 ms with an empty disk cache, 40 ms with a warm one.",
         "Host time of a call: 9.0 us, beside 12.0 us of one `F.conv2d` and 24.0 us of the pair.",
     ]
+
+
+def make_block_rows(case, floor_ms, eager_ms, **own_ms):
+    """Rows of a block: `own_ms` by form, the first one being the planner's pick."""
+    about = {"id": case.id, **results.about(case.problem), "timing": "events", "floor_ms": floor_ms, "rel_error": 2e-3}
+    rows = []
+    for form, ms in own_ms.items():
+        how = {"path": "sm90", "form": form} if form != "torch" else {"path": "torch", "form": None}
+        rows.append({**about, "impl": "cutlass_sep", "median_ms": ms, **how} | ({"forced": True} if rows else {}))
+    peer = {**about, "impl": "eager", "path": None, "form": None, "median_ms": eager_ms}
+    return [*rows, peer, {**peer, "layout": "channels_last", "median_ms": 2 * eager_ms}]
+
+
+def test_the_table_of_the_block_follows():
+    rows = make_block_rows(inputs.lead1d("bfloat16"), 0.1, 1.0, fused=0.125, two_kernel=0.5)
+    data = make_results(make_row(median_ms=1.0), make_peer(median_ms=2.0), *rows)
+    _, _, _, empty, heading, _, *table = table_module().table(data).splitlines()
+    assert empty == "" and "[32,256,4096]" in heading
+    assert table[2:] == [
+        "| bfloat16, contiguous, fused | 0.125 | 80 % | 1.000 (eager, contiguous) | 8.00x | 2.0e-03 | 2.0e-03 |",
+        "| bfloat16, contiguous, two_kernel, path sm90 asked for | 0.500 | 20 % | 1.000 (eager, contiguous) | 2.00x "
+        "| 2.0e-03 | 2.0e-03 |",
+    ]
+
+
+def test_the_sweep_is_tabulated_and_drawn(tmp_path):
+    module = module_of("plot1d")
+    rows = []
+    for case in inputs.sweep1d():
+        p = case.problem
+        if p.e == 1536:
+            rows += make_block_rows(case, 0.3, 1.0, torch=1.0, two_kernel=1.25)
+        elif p.kernel == 31:
+            rows += make_block_rows(case, 0.1, 3.0, two_kernel=0.5)
+        else:
+            rows += make_block_rows(case, 0.1, 1.0, fused=0.125, two_kernel=0.5)
+    found = module.points([*rows, make_row()])
+    lines = module.table(found).splitlines()
+    assert len(lines) == 2 + len(inputs.sweep1d())
+    assert "| 256 | 512 | 64 | 9 | 0.100 | 0.125 | 0.500 | 1.000 | fused | 80 % | 8.00x |" in lines
+    assert "| 256 | 512 | 131072 | 31 | 0.100 |  | 0.500 | 3.000 | two_kernel | 20 % | 6.00x |" in lines
+    assert "| 256 | 1536 | 4096 | 9 | 0.300 |  | 1.250 | 1.000 | torch | 30 % | 1.00x |" in lines
+    axes = [(name, [x for x, _ in of_panel]) for _, name, of_panel in module.panels(found)]
+    lengths = [2**power for power in range(6, 18)]
+    assert axes == [*[("L", lengths)] * 3, ("E/C", [1, 2, 4, 6]), ("C", [64, 128, 256, 512])]
+    pytest.importorskip("matplotlib")
+    module.draw(found, "bfloat16, a GPU", tmp_path / "deep" / "a.png")
+    assert (tmp_path / "deep" / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results of an H200 are committed")

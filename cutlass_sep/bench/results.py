@@ -85,7 +85,8 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 def row_key(row: dict[str, Any]) -> str:
     """Canonical text of what a row measures."""
-    return _canonical({name: row.get(name) for name in (*_KEY, *_OPTIONS[row["op"]])})
+    forced = {"forced": True} if row.get("forced") else {}
+    return _canonical({name: row.get(name) for name in (*_KEY, *_OPTIONS[row["op"]])} | forced)
 
 
 def validate(results: dict[str, Any]) -> None:

@@ -63,6 +63,11 @@ class _Candidate:
     call: Callable[[AnyTensors], torch.Tensor]
     about: dict[str, Any]
 
+    def repeats(self, other: _Candidate) -> bool:
+        """Whether this is what the planner picks for `other`, asked for once more."""
+        picked = {**other.about, "forced": True}
+        return (self.layout, self.about) == (other.layout, picked)
+
 
 def measure(
     case: Case, plan: Plan, ceil: dict[str, float], environment: dict[str, Any], device: torch.device
@@ -120,6 +125,8 @@ def _ready(
         for name, make in makers.items():
             try:
                 candidate = make()
+                if any(candidate.repeats(other) for other in ready):
+                    continue
                 for tensors in (drawn[layout][0], drawn[layout][-1]):
                     found[name] = check_values(candidate.impl, candidate.call, problem, tensors)
             except Exception as error:  # a peer that does not compile must not cost the other rows
