@@ -35,6 +35,23 @@ def test_rows_of_a_small_problem(limits, tmp_path):
     assert results.load(path)["rows"] == outcome.rows
 
 
+def test_rows_of_a_small_block(limits, tmp_path):
+    block = replace(inputs.lead1d("bfloat16").problem, n=4, l=1024).with_alignment()
+    plan = runner.Plan(peers=("eager",), forms=(None, "fused", "two_kernel"), samples=10)
+    outcome = runner.measure(Case("block", block), plan, limits, environment.describe(DEVICE), DEVICE)
+    assert outcome.problems == []
+    for layout in ("contiguous", "channels_last"):
+        own = [row for row in outcome.rows if row["impl"] == "cutlass_sep" and row["layout"] == layout]
+        assert [row.get("forced", False) for row in own] == [False] + [True] * (len(own) - 1)
+        assert len({row["form"] for row in own}) == len(own), "the form that the planner picks is measured once"
+        assert "two_kernel" in {row["form"] for row in own}
+        assert [row["impl"] for row in outcome.rows if row["layout"] == layout].count("eager") == 1
+    path = tmp_path / "results.json"
+    data = {"schema": 1, "digest": "", "environment": environment.describe(DEVICE), "ceilings": limits}
+    results.save(path, data | {"rows": outcome.rows})
+    assert results.load(path)["rows"] == outcome.rows
+
+
 def test_events_agree_with_the_profiler():
     case = problem()
     tensors = inputs.tensors(case, DEVICE)
