@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from gpu import block_combinations
 from gpu.combinations import runs
 from gpu.test_cases import HELD
 
+from cutlass_sep.bench import results
+from cutlass_sep.block_schedule import FORMS
 from cutlass_sep.problem import SeparableConv2dProblem
 
 RESULTS = Path(__file__).parent / "gpu" / "results.json"
@@ -65,6 +68,20 @@ def test_combinations_launched_the_kernels_they_say(data: dict):
         assert SeparableConv2dProblem.from_json(entries[0]["problem"]) == c.problem(variant)
 
 
+def test_every_combination_of_the_block_ran_as_it_says(data: dict):
+    found = passed(data, "test_block_combinations.py")
+    ran: dict[str, list[dict]] = {}
+    for entry in data["problems"]:
+        ran.setdefault(entry["test"], []).append(entry)
+    for c, variant, form, path in block_combinations.runs("sm_90a"):
+        name = f"test_block[{c.id}-{variant}-{form}-{path}]"
+        assert name in found
+        (entry,) = ran[f"tests/gpu/test_block_combinations.py::{name}"]
+        problem, schedule = results.what_ran(entry)
+        assert problem == c.problem(variant)
+        assert (entry["path"], schedule.path, schedule.form) == (path, path, form)
+
+
 def test_every_row_of_the_collection_passed(data: dict):
     for where in HELD.values():
         file, test = where.split("::")
@@ -72,8 +89,11 @@ def test_every_row_of_the_collection_passed(data: dict):
 
 
 def test_every_layer_ran(data: dict):
-    from gpu.test_layers import CASES
+    from gpu.test_layers import BLOCKS, PAIRS
 
     found = passed(data, "test_layers.py")
-    for case in CASES:
+    for case in PAIRS:
         assert {f"test_planned[{case.id}]", f"test_portable[{case.id}]"} <= found
+    for case in BLOCKS:
+        assert f"test_planned[{case.id}]" in found
+        assert any(f"test_forms[{case.id}-{form}]" in found for form in FORMS)

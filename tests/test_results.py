@@ -31,7 +31,7 @@ def make_row(case=None, schedule=None, **changes):
         "impl": "cutlass_sep",
         "timing": "events",
         "path": schedule.path,
-        "form": None,
+        "form": getattr(schedule, "form", None),
         "schedule": schedule.to_json(),
         "arch": ARCH,
         "median_ms": 1.0,
@@ -182,6 +182,25 @@ def test_digest_of_problems_counts_what_ran():
     base = results.digest_of_problems([entry])
     assert results.digest_of_problems([]) != base
     assert results.digest_of_problems([results.ran(case.problem, "torch", None, ARCH)]) != base
+
+
+def test_blocks_are_counted_as_they_ran(monkeypatch):
+    problem = inputs.lead1d("bfloat16").problem
+    digests = set()
+    for form in ("fused", "two_kernel"):
+        chosen = planner.plan(problem, ARCH, "sm90", form)
+        entry = json.loads(json.dumps(results.ran(problem, chosen.path, chosen.schedule, ARCH)))
+        assert results.what_ran(entry) == (problem, chosen.schedule)
+        row = make_row(inputs.lead1d("bfloat16"), chosen.schedule)
+        results.validate(make_results(row))
+        digests |= {results.digest_of_problems([entry]), row["digest"]}
+        with monkeypatch.context() as patch:
+            render = kernel.render
+            patch.setattr(kernel, "render", lambda *a, render=render: render(*a) + "// edited\n")
+            digests.add(results.digest_of_problems([entry]))
+            assert not results.is_current(row)
+        assert results.is_current(json.loads(json.dumps(row)))
+    assert len(digests) == 6
 
 
 # --- the README's table
