@@ -8,10 +8,13 @@ from __future__ import annotations
 import keyword
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .op import DepthwiseSeparableConv2d
+    from .block_schedule import FusedGeometry
+    from .op import Operation
+    from .problem import SeparableBlock1dProblem, SeparableConv2dProblem
+    from .schedule import Geometry
 
 #: File -> its template in templates/standalone/.
 _FILES = {
@@ -31,12 +34,12 @@ _ERRORS = {
 }
 
 
-def pytorch(op: DepthwiseSeparableConv2d, name: str, directory: str | os.PathLike[str]) -> None:
+def pytorch(op: Operation, name: str, directory: str | os.PathLike[str]) -> None:
     """Write `name`.cu, .cubin, .hpp, .cpp and check.py to `directory`; compiles first if need be.
 
     The directory is made if it is not there; files of these names are overwritten, nothing else is touched. `python
     check.py` there builds the PyTorch operator torch.ops.`name`.run and compares it with float64. The operator takes x
-    of any N, H, W; of an aligned op (16 bytes) only maps whose rows are multiples of 16 bytes.
+    of any N, H, W (N, L); of an aligned op (16 bytes) only maps whose rows are multiples of 16 bytes.
 
     Raises ValueError unless `name` is a Python identifier of ASCII characters, Unsupported for an op on path "torch",
     and as `op.compile`.
@@ -53,35 +56,145 @@ def pytorch(op: DepthwiseSeparableConv2d, name: str, directory: str | os.PathLik
         (folder / file).write_text(text, encoding="utf-8")
 
 
-def _render(op: DepthwiseSeparableConv2d, name: str) -> dict[str, str]:
+def _render(op: Operation, name: str) -> dict[str, str]:
     """The text of every file but the cubin."""
     import jinja2
 
     from . import arch as archs
-    from . import kernel, source
+    from . import kernel, operators, source
     from .problem import MAX_ALIGNMENT
 
-    problem, schedule, geometry = op.problem, op.schedule, op.kernel.geometry
-    vectors = schedule.path == "sm90" or problem.alignment == MAX_ALIGNMENT
+    problem, path = op.problem, op.path
+    stages = _stages(op)
+    vectors = path == "sm90" or problem.alignment == MAX_ALIGNMENT
     product_error, output_error = _ERRORS[problem.fp32_precision or problem.dtype]
+    alignment = MAX_ALIGNMENT if vectors else problem.element_size
+    tensors = operators.of(problem).tensors
+    channels_last = problem.layout == "channels_last"
+    if problem.spatial == 2:
+        axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h + 1, problem.w)
+    else:
+        step = 1 if channels_last else alignment // problem.element_size
+        axes, extents, other_extents = "L", (problem.l,), (problem.l + step,)
     templates = source.templates() / "standalone"
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(templates), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
     values = {
         "name": name,
-        "title": source.title(problem, schedule, op.arch),
+        "title": source.title(problem, op.schedule, op.arch),
         "notices": (templates / "notices.txt").read_text(encoding="utf-8"),
         "source": op.source,
         "arch": op.arch,
         "capability": archs.ARCHS[op.arch],
         "exact": op.arch.endswith("a"),
-        "p": problem,
-        "s": schedule,
-        "g": geometry,
-        "alignment": MAX_ALIGNMENT if vectors else problem.element_size,
+        "problem": problem,
+        "spatial": problem.spatial,
+        "channels_last": channels_last,
+        "axes": list(axes),
+        "extents": extents,
+        "other_extents": other_extents,
+        # A sequence is a map with H = 1, and the block's height, width and padding those of its depthwise stage.
+        "p": problem if problem.spatial == 2 else problem.project,
+        "tensors": tensors,
+        "inputs": [name for name in tensors if "bias" not in name],
+        "biases": [name for name in tensors if "bias" in name],
+        "parameters": dict(zip(tensors[1:], _shapes(problem), strict=True)),
+        "stages": stages,
+        "hidden": problem.e if op.form == "two_kernel" else 0,
+        "tma": path == "sm90",
+        "alignment": alignment,
         "pack_threads": kernel.PACK_THREADS,
         "product_error": product_error,
         "output_error": output_error,
+        "products": 3 if problem.fp32_precision == "ieee" else 1,
+        "tap_errors": _tap_errors(op),
     }
     return {file: environment.get_template(template).render(values) for file, template in _FILES.items()}
+
+
+def _shapes(p: SeparableConv2dProblem | SeparableBlock1dProblem) -> list[tuple[int, ...] | None]:
+    """Of the weights and biases in the operator's order; None for no bias."""
+    if p.spatial == 2:
+        weights = [(p.c, 1, *p.kernel), (p.o, p.c, 1, 1)]
+        biases = [(p.c, p.dw_bias), (p.o, p.pw_bias)]
+    else:
+        weights = [(p.e, p.c, 1), (p.e, 1, p.kernel), (p.o, p.e, 1)]
+        biases = [(p.e, p.expand_bias), (p.e, p.dw_bias), (p.o, p.project_bias)]
+    return weights + [(extent,) if there else None for extent, there in biases]
+
+
+def _stages(op: Operation) -> list[dict[str, Any]]:
+    """For each main kernel what the host code states of it. Expressions are those of `launch` in launch.hpp.j2."""
+    geometries = {stage.name: stage.geometry for stage in op.kernel.stages}
+    if op.form is None:
+        weights = [f"tensors.{name}" for name in ("dw_weight", "pw_weight", "dw_bias", "pw_bias")]
+        pointers = ["tensors.x", *weights, "tensors.y", "packed", *["nullptr"] * 3]
+        return [_separable_stage("separable2d", geometries["separable2d"], pointers)]
+    weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
+    of_block = ["tensors.x", "tensors.expand_weight", "tensors.expand_bias"]
+    if op.form == "fused":
+        pointers = ["tensors.x", *weights, "tensors.y", "packed", *of_block]
+        return [_fused_stage("block1d", geometries["block1d"], pointers)]
+    expand, project = geometries["expand"], geometries["project"]
+    expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
+    packed = f"packed + {expand.workspace_bytes}"
+    return [
+        _separable_stage("expand", expand, ["tensors.x", *expand_weights, "hidden", "packed", *["nullptr"] * 3]),
+        _separable_stage("project", project, ["hidden", *weights, "tensors.y", packed, *of_block]),
+    ]
+
+
+def _stage(name: str, geometry: Geometry | FusedGeometry, pointers: list[str]) -> dict[str, Any]:
+    names = ("threads", "shared_bytes", "workspace_bytes", "pack_blocks")
+    return {"name": name, "pointers": pointers} | {name: getattr(geometry, name) for name in names}
+
+
+def _separable_stage(name: str, g: Geometry, pointers: list[str]) -> dict[str, Any]:
+    p, tma = g.problem, g.schedule.path == "sm90"
+    if g.channels_last:
+        x = [p.c, "w", "h", "n"], [128 // p.element_size, g.columns, 1, 1], 128
+        y = [p.o, "q", "p", "n"], [g.store_bytes // p.element_size, 16, 1, 1], g.store_bytes
+    else:
+        x = ["w", "h", p.c, "n"], [g.columns, 1, g.schedule.slot_channels, 1], 0
+        y = ["q", "p", p.o, "n"], [8 * g.lane_q, 1, g.group_oc, 1], g.store_bytes
+    return _stage(name, g, pointers) | {
+        "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles, "march": tma and g.march,
+        "steps": g.tiles_down, "stride_h": p.stride[0], "kernel_rows": g.window_rows(1),
+        "pads": (p.padding.top, p.padding.left),
+        "maps": [_map(pointers[0], *x), _map(pointers[5], *y)] if tma else [],
+    }  # fmt: skip
+
+
+def _fused_stage(name: str, g: FusedGeometry, pointers: list[str]) -> dict[str, Any]:
+    from .block_schedule import FUSED_CHUNK, FUSED_TILE
+
+    b = g.problem
+    if g.channels_last:
+        x = [b.c, "w", "n"], [64, g.positions, 1], 128
+    else:
+        x = ["w", b.c, "n"], [16, 64 * g.expand_atoms, 1], 32
+    expand_weight = [b.c, b.e], [64, FUSED_CHUNK], 128
+    project_weight = [b.e, b.o], [FUSED_CHUNK, g.tile.tile_oc], 128
+    return _stage(name, g, pointers) | {
+        "item_q": FUSED_TILE, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1,
+        "pads": (0, b.pads[0]),
+        "maps": [
+            _map("tensors.x", *x), _map("tensors.expand_weight", *expand_weight),
+            _map("tensors.project_weight", *project_weight),
+        ],
+    }  # fmt: skip
+
+
+def _map(address: str, extents: list, box: list[int], swizzle: int) -> dict[str, Any]:
+    """A TMA descriptor of a dense tensor, innermost dimension first."""
+    return {"address": address, "extents": extents, "box": box, "swizzle": swizzle}
+
+
+def _tap_errors(op: Operation) -> int:
+    """Half units in the last place of the largest value that the depthwise sum may lose, at most."""
+    taps = op.problem.taps if op.form is None else op.problem.kernel
+    if op.form != "fused":
+        return taps + 1
+    # On the tensor cores, which cut off two for each product, and for the sum so far in each instruction.
+    return 2 * (taps + op.kernel.stages[0].geometry.depthwise_mmas)

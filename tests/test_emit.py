@@ -5,6 +5,7 @@ The launches are compared with those of `kernel.py` through a driver that only w
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.util
 import json
@@ -17,25 +18,34 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import block
 import pytest
+import separable
 import torch
-from separable import Case, plain
+import torch.nn.functional as F
+from block import Block
+from separable import Case
 
 import cutlass_sep
 from cutlass_sep import arch as archs
-from cutlass_sep import emit, kernel, toolchain
+from cutlass_sep import emit, kernel, operators, toolchain
 
 HERE = Path(__file__).parent
 FILES = ["check.py", "my_conv.cpp", "my_conv.cu", "my_conv.cubin", "my_conv.hpp"]
-#: Addresses that tests/standalone/main.cpp gives the tensors: x, weights, biases, y, workspace.
-ADDRESSES = tuple(range(0x1000, 0x8000, 0x1000))
+#: Address that tests/standalone/main.cpp gives the first tensor (of x, weights, biases, y, workspace), and the distance
+#: from one to the next.
+FIRST_ADDRESS = 0x1000
 
 
-def make_op(case: Case, dtype=torch.float32, layout="contiguous", path=None, arch="sm_90a", **options):
-    tensors = case.tensors("meta", dtype)
-    if layout == "channels_last":
-        tensors = (tensors[0].contiguous(memory_format=torch.channels_last), *tensors[1:])
-    return cutlass_sep.op.DepthwiseSeparableConv2d(*tensors, **case.options, path=path, arch=arch, **options)
+def make_op(case: Case | Block, dtype=torch.float32, layout="contiguous", path=None, arch="sm_90a", **options):
+    of = cutlass_sep.op.SeparableConvBlock1d if isinstance(case, Block) else cutlass_sep.op.DepthwiseSeparableConv2d
+    return of(*case.tensors("meta", dtype, layout), **case.options, path=path, arch=arch, **options)
+
+
+def uncompiled(op):
+    """`op` with other bytes in place of its cubin: what is launched, and how, does not depend on them."""
+    op.compile = lambda: SimpleNamespace(cubin=bytes(range(64, 192)))
+    return op
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +144,17 @@ class Host:
     """A program of an emitted launcher and tests/standalone/main.cpp."""
 
     def __init__(self, op, folder, driver):
-        self.environment = {"LD_LIBRARY_PATH": str(driver), "FAKE_CAPABILITY": "{}.{}".format(*archs.ARCHS[op.arch])}
-        if op.path == "sm90":
-            self.environment["FAKE_TENSOR_MAPS"] = "1"
+        stages = op.kernel.stages
+        mains = [f"{stage.name} 1 {len(stage.encoders)}" for stage in stages]
+        self.environment = {
+            "LD_LIBRARY_PATH": str(driver),
+            "FAKE_CAPABILITY": "{}.{}".format(*archs.ARCHS[op.arch]),
+            "FAKE_KERNELS": " ".join([f"pack_weights {len(stages)} 0", *mains]),
+        }
         emit.pytorch(op, "my_conv", folder)
         self.program = folder / "main"
         cubin = folder / "my_conv.cubin"
-        compile_cpp(
-            HERE / "standalone" / "main.cpp", self.program, f"-I{folder}", f'-DCUBIN_FILE="{cubin}"', "-ldl"
-        )
+        compile_cpp(HERE / "standalone" / "main.cpp", self.program, f"-I{folder}", f'-DCUBIN_FILE="{cubin}"', "-ldl")
 
     def run(self, *shapes, **environment):
         """(calls of the driver, message of the exception if there was one)."""
@@ -173,94 +185,128 @@ CASES = {
         Case(n=2, c=64, o=64, h=32, w=32, kernel=(4, 4), padding="same"),
         torch.float16, "channels_last", "portable", "sm_90a",
     ),
+    "fused-channels_last-bfloat16": (
+        Block(c=64, e=200, l=640, kernel=4, dilation=2), torch.bfloat16, "channels_last", "sm90", "sm_90a", "fused",
+    ),
+    "fused-contiguous-float16": (
+        Block(c=72, e=128, o=40, l=320, kernel=9, residual=False),
+        torch.float16, "contiguous", "sm90", "sm_90a", "fused",
+    ),
+    "two_kernel-sm90-contiguous-ieee": (
+        Block(c=64, e=192, l=640, kernel=4), torch.float32, "contiguous", "sm90", "sm_90a", "two_kernel",
+    ),
+    "two_kernel-sm90-channels_last-float16": (
+        Block(c=256, e=512, l=640, kernel=3, dilation=3),
+        torch.float16, "channels_last", "sm90", "sm_90a", "two_kernel",
+    ),
+    "two_kernel-portable-contiguous-ieee": (
+        Block(c=20, e=36, l=333, kernel=6), torch.float32, "contiguous", "portable", "sm_80", "two_kernel",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_launches_as_kernel_py_does(name, tmp_path, driver, monkeypatch):
-    case, dtype, layout, path, arch = CASES[name]
-    op = make_op(case, dtype, layout, path, arch)
+    case, dtype, layout, path, arch, *form = CASES[name]
+    op = uncompiled(make_op(case, dtype, layout, path, arch, **({"form": form[0]} if form else {})))
     host = Host(op, tmp_path, driver)
     p = op.problem
-    shapes = [(p.n, p.h, p.w), (1, p.h + 1, p.w), (37, 5, p.w), (16, 512, 512)]
+    if isinstance(case, Case):
+        shapes = [(p.n, p.h, p.w), (1, p.h + 1, p.w), (37, 5, p.w), (16, 512, 512), (1, 20000, 16)]
+        problems = [dataclasses.replace(p, n=n, h=h, w=w) for n, h, w in shapes]
+    else:
+        shapes = [(p.n, 1, p.l), (1, 1, p.l + 8), (37, 1, 8), (300, 1, 4096)]
+        problems = [dataclasses.replace(p, n=n, l=length) for n, _, length in shapes]
     calls, error = host.run(*shapes)
     assert error == ""
-    assert calls.pop(0)["head"] == list(op.compile().cubin[:64])
-    assert calls.pop(0) == {"call": "reserve", "kernel": 2, "bytes": op.kernel.geometry.shared_bytes}
-    for n, h, w in shapes:
-        problem = dataclasses.replace(p, n=n, h=h, w=w)
-        expected = launches(kernel.Kernel(problem, op.schedule, op.arch), monkeypatch)
-        assert calls[: len(expected)] == expected
-        del calls[: len(expected)]
-    assert calls == []
+    expected = [call for problem in problems for call in launches(kernel.make(problem, op.schedule, arch), monkeypatch)]
+    # The cubin is loaded between the first launch's workspace and its launch.
+    assert calls[1]["head"] == list(op.compile().cubin[:64])
+    reserved = [stage.geometry.shared_bytes for stage in op.kernel.stages]
+    assert calls[2 : 2 + len(reserved)] == [
+        {"call": "reserve", "kernel": 2 + i, "bytes": size} for i, size in enumerate(reserved)
+    ]
+    del calls[1 : 2 + len(reserved)]
+    assert calls == expected
 
 
 def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
-    """The calls of the driver that one launch of a kernel makes, as tests/standalone/driver.cpp writes them."""
+    """What one launch of a kernel asks for, as tests/standalone/driver.cpp and main.cpp write it."""
     from cuda.bindings import driver as d
 
-    types, swizzles = d.CUtensorMapDataType, d.CUtensorMapSwizzle
-    x, dw_weight, pw_weight, dw_bias, pw_bias, y, workspace = ADDRESSES
-    encoded = []
+    calls = []
+    addresses = [FIRST_ADDRESS * (i + 1) for i in range(len(operators.of(of.problem).tensors) + 2)]
 
-    def record(dtype, address, extents, strides, box, swizzle_bytes):
-        data_type = getattr(types, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}")
-        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+    def encode(dtype, address, extents, strides, box, swizzle_bytes):
+        swizzle = d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
         if swizzle_bytes in (32, 64, 128):
-            swizzle = getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{swizzle_bytes}B")
+            swizzle = getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle_bytes}B")
         enums = [
-            data_type, d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+            getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype.upper()}"),
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
             d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ]  # fmt: skip
-        encoded.append(
-            {
-                "call": "encode", "address": address, "extents": list(extents), "strides": list(strides),
-                "box": list(box), "every": [1] * len(box), "enums": [int(value) for value in enums],
-            }  # fmt: skip
-        )
-        return b""
+        calls.append({
+            "call": "encode", "address": address, "extents": list(extents), "strides": list(strides), "box": list(box),
+            "every": [1] * len(box), "enums": [int(value) for value in enums],
+        })  # fmt: skip
+        return struct.pack("Q120x", address)
 
-    monkeypatch.setattr(kernel, "_tensor_map", record)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    if of.schedule.path == "sm90":
-        of._encode_x(x)
-        of._encode_y(y)
-    launcher = kernel._Launcher(SimpleNamespace(pack=1, main=2), of.geometry, 0)
-    problem = of.problem
-    arguments = kernel._ARGUMENTS.pack(
-        x, dw_weight, pw_weight, dw_bias, pw_bias, y, workspace, *launcher.scalars
-    )  # fmt: skip
-    assert launcher.scalars[3:5] == (problem.p, problem.q)
-    return encoded + [
-        {
-            "call": "launch", "kernel": int(handle), "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
-            "stream": 0x50, "contexts": 1, "arguments": list(arguments),
-            "maps": [x, y] if of.schedule.path == "sm90" else None,
-        }
-        for handle, *shape in (launcher.pack, launcher.main)
-    ]  # fmt: skip
+    def launch(function, *values):
+        *shape, stream, parameters, _ = values
+        index = int(function)
+        arguments, maps = (len(of.stages), 0) if index == 1 else (1, len(of.stages[index - 2].encoders))
+        pointers = struct.unpack(f"{arguments + maps}Q", ctypes.string_at(parameters, 8 * (arguments + maps)))
+        calls.append({
+            "call": "launch", "kernel": index, "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
+            "stream": stream, "contexts": 1,
+            "arguments": [list(ctypes.string_at(at, kernel._ARGUMENTS.size)) for at in pointers[:arguments]],
+            "maps": [struct.unpack("Q", ctypes.string_at(at, 8))[0] for at in pointers[arguments:]],
+        })  # fmt: skip
+        return (0,)
+
+    def allocate(count, *, dtype, device):
+        calls.append({"call": "allocate", "bytes": count})
+        return tensor_at(addresses[-1])
+
+    def tensor_at(address):
+        return SimpleNamespace(data_ptr=lambda: address, device=SimpleNamespace(index=0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0x50, raising=False)
+        patch.setattr(torch, "empty", allocate)
+        patch.setattr(kernel, "_tensor_map", encode)
+        patch.setattr(kernel._thread, "has_context", True, raising=False)
+        module = SimpleNamespace(pack=1, mains=[2 + i for i in range(len(of.stages))])
+        launcher = of._launchers[0] = kernel._Launcher(module, of.stages, 0)
+        launcher.run = launch
+        of.launch(*map(tensor_at, addresses[:-1]))
+    return calls
 
 
 def test_more_blocks_than_one_grid_dimension_takes(tmp_path, driver):
-    op = make_op(Case(c=8, o=8), path="portable")
-    g = op.kernel.geometry
+    op = uncompiled(make_op(Case(c=8, o=8), path="portable"))
+    g = op.kernel.stages[0].geometry
     rows = g.tile_p * op.schedule.warpgroups
     host = Host(op, tmp_path, driver)
     calls, _ = host.run((2**21, rows * 2**10, 3))
     grid = calls[-1]["grid"]
     assert grid == [2**31 - 1, 2, 1]
-    assert struct.unpack_from("8i", bytes(calls[-1]["arguments"]), 56)[-1] == op.schedule.warpgroups
+    assert kernel._ARGUMENTS.unpack(bytes(calls[-1]["arguments"][0]))[-1] == op.schedule.warpgroups
 
 
 def test_the_host_says_what_is_wrong(tmp_path, driver):
-    host = Host(make_op(Case(n=2, c=64, o=64, h=16, w=16), layout="channels_last", path="sm90"), tmp_path, driver)
+    op = make_op(Case(n=2, c=64, o=64, h=16, w=16), layout="channels_last", path="sm90")
+    host = Host(uncompiled(op), tmp_path, driver)
     shape = (2, 16, 16)
     for capability in ("8.0", "9.1", "5.0"):
         calls, error = host.run(shape, FAKE_CAPABILITY=capability)
-        assert calls == [] and "sm_90a" in error and capability in error
+        assert len(calls) == 1 and "sm_90a" in error and capability in error
     calls, error = host.run(shape, FAKE_CAPTURING="1")
-    assert calls == [] and "captured" in error and "before" in error
+    assert len(calls) == 1 and "captured" in error and "before" in error
     for function in ("cuInit", "cuLibraryLoadData", "cuTensorMapEncodeTiled", "cuLaunchKernel"):
         _, error = host.run(shape, FAKE_FAIL=function)
         assert "failed: a fake error (CUDA driver error 1)" in error
@@ -269,7 +315,7 @@ def test_the_host_says_what_is_wrong(tmp_path, driver):
 
 
 def test_a_higher_minor_runs_what_is_not_tied_to_one(tmp_path, driver):
-    host = Host(make_op(Case(c=8, o=8), path="portable", arch="sm_86"), tmp_path, driver)
+    host = Host(uncompiled(make_op(Case(c=8, o=8), path="portable", arch="sm_86")), tmp_path, driver)
     assert host.run((1, 8, 8), FAKE_CAPABILITY="8.9")[1] == ""
     assert "compute capability 8.0" in host.run((1, 8, 8), FAKE_CAPABILITY="8.0")[1]
     assert "compute capability 9.0" in host.run((1, 8, 8), FAKE_CAPABILITY="9.0")[1]
@@ -313,50 +359,94 @@ def test_check_says_that_there_is_no_compiler(project):
     assert "C++ compiler" in done.stderr
 
 
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
+class Judged:
     """check.py of a project as a module, and the library of its operator, to be implemented on the CPU by a test."""
-    folder = tmp_path_factory.mktemp("judge")
-    case = Case(n=2, c=24, o=16, h=9, w=8, kernel=(2, 3), padding="same", mid_activation="silu", activation="hardswish")
-    emit.pytorch(make_op(case, path="portable"), "judged_conv", folder)
-    spec = importlib.util.spec_from_file_location("judged_check", folder / "check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    library = torch.library.Library("judged_conv", "DEF")
-    signature = "Tensor x, Tensor dw_weight, Tensor pw_weight, Tensor? dw_bias=None, Tensor? pw_bias=None"
-    library.define(f"run({signature}) -> Tensor")
-    library.define(f"run.out({signature}, *, Tensor(a!) out) -> Tensor(a!)")
-    state = SimpleNamespace(module=module, case=case, flaw=lambda y: None, library=library)
 
-    def run(*tensors):
-        return plain(case, tensors)
+    def __init__(self, case: Case | Block, name: str, folder: Path):
+        op = uncompiled(make_op(case, path="portable"))
+        emit.pytorch(op, name, folder)
+        spec = importlib.util.spec_from_file_location(f"{name}_check", folder / "check.py")
+        self.module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(self.module)
+        self.library = torch.library.Library(name, "DEF")
+        names = operators.of(op.problem).tensors
+        signature = ", ".join(f"Tensor? {name}=None" if "bias" in name else f"Tensor {name}" for name in names)
+        self.library.define(f"run({signature}) -> Tensor")
+        self.library.define(f"run.out({signature}, *, Tensor(a!) out) -> Tensor(a!)")
+        self.library.impl("run", lambda *tensors: plain(case, tensors), "CPU")
+        self.library.impl("run.out", self.run_out, "CPU")
+        self.case, self.flaw = case, None
 
-    def run_out(*tensors, out):
-        out.copy_(plain(case, tensors))
-        state.flaw(out)
+    def run_out(self, *tensors, out):
+        out.copy_(plain(self.case, tensors))
+        if self.flaw is not None:
+            self.flaw(self.case, tensors, out)
         return out
 
-    library.impl("run", run, "CPU")
-    library.impl("run.out", run_out, "CPU")
-    return state
+    def compare(self, flaw, n: int, *extents: int) -> dict:
+        self.flaw = flaw
+        return self.module.compare(n, extents, torch.Generator().manual_seed(3))
 
 
-def wrong_by_a_tf32_rounding(y):
-    y[1, 3, 8, 7] += 2.0**-9
+def plain(case: Case | Block, tensors: tuple) -> torch.Tensor:
+    # The dispatcher leaves out what is None at the end.
+    tensors += (None,) * ((7 if isinstance(case, Block) else 5) - len(tensors))
+    return (block if isinstance(case, Block) else separable).plain(case, tensors)
 
 
-def left_unwritten(y):
-    y[0, 0, 0, 0] = float("nan")
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    case = Case(n=2, c=24, o=16, h=9, w=8, kernel=(2, 3), padding="same", mid_activation="silu", activation="hardswish")
+    return Judged(case, "judged_conv", tmp_path_factory.mktemp("judge"))
+
+
+@pytest.fixture(scope="module")
+def block_judge(tmp_path_factory):
+    case = Block(n=2, c=24, e=40, l=12, kernel=4, dilation=2, activation="silu", project_bias=False)
+    return Judged(case, "judged_block", tmp_path_factory.mktemp("block_judge"))
+
+
+def wrong_by_a_tf32_rounding(case, tensors, y):
+    y[1, 3, ..., 7] += 2.0**-9
+
+
+def left_unwritten(case, tensors, y):
+    y[0, 0, ..., 0] = float("nan")
+
+
+def expanded_outside_the_sequence(case, tensors, y):
+    """As if x were padded with zeros, which the expand bias makes values of, and not the expanded channels."""
+    total = case.dilation * (case.kernel - 1)
+    left, right = total // 2, total - total // 2
+    padded = F.pad(tensors[0], (left + total, right + total))
+    y.copy_(plain(case, (padded, *tensors[1:]))[..., left + total : -right - total])
+
+
+def without_the_residual(case, tensors, y):
+    y.copy_(plain(dataclasses.replace(case, residual=False), tensors))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 @pytest.mark.parametrize("flaw", [None, wrong_by_a_tf32_rounding, left_unwritten])
 def test_check_tells_right_from_wrong(judge, flaw):
-    judge.flaw = flaw or (lambda y: None)
-    result = judge.module.compare(2, 9, 8, torch.Generator().manual_seed(3))
+    result = judge.compare(flaw, 2, 9, 8)
     assert (result["x"], result["y"]) == ([2, 24, 9, 8], [2, 16, 9, 8])
+    judged(judge, result, flaw)
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    [None, wrong_by_a_tf32_rounding, left_unwritten, expanded_outside_the_sequence, without_the_residual],
+)
+def test_check_tells_right_from_wrong_blocks(block_judge, flaw):
+    result = block_judge.compare(flaw, 2, 12)
+    assert (result["x"], result["y"]) == ([2, 24, 12], [2, 24, 12])
+    judged(block_judge, result, flaw)
+
+
+def judged(judge, result, flaw):
     assert result["ok"] == (flaw is None)
-    assert result["not_finite"] == (flaw is left_unwritten)
+    assert (result["not_finite"] > 0) == (flaw is left_unwritten)
     if flaw is None:
         assert 0 < result["share_of_bound"] < 1 and 0 < result["rel_error"] < 1e-6
     assert ("right" if flaw is None else "WRONG") in judge.module.describe(result)
@@ -396,3 +486,44 @@ def test_the_operator_checks_its_tensors(checked, op):
     with pytest.raises(NotImplementedError, match="CPU"):
         run(*(torch.empty_like(t, device="cpu") for t in (x, dw, pw, bias)))
 
+
+@pytest.fixture(scope="module")
+def block_library(tmp_path_factory):
+    """Of a block whose tensors are [N,L,C] in memory."""
+    compiler_or_skip()
+    folder = tmp_path_factory.mktemp("block")
+    case = Block(c=24, e=40, l=12, kernel=4, dw_bias=False)
+    emit.pytorch(uncompiled(make_op(case, torch.float16, "channels_last", "portable")), "my_block", folder)
+    done = subprocess.run([sys.executable, str(folder / "check.py")], capture_output=True, text=True, check=False)
+    libraries = list(folder.glob("build/**/*.so"))
+    assert libraries, done.stderr
+    torch.ops.load_library(libraries[0])
+
+
+def test_the_block_checks_its_tensors(block_library):
+    run = torch.ops.my_block.run
+    with torch.device("meta"):
+        shapes = (5, 9, 24), (40, 24, 1), (40, 1, 4), (24, 40, 1), (40,)
+        x, expand, dw, project, bias = (torch.empty(shape, dtype=torch.float16) for shape in shapes)
+    x = x.transpose(1, 2)
+    biases = {"expand_bias": bias, "project_bias": bias[:24]}
+    y = run(x, expand, dw, project, **biases)
+    assert (y.shape, y.stride(), y.dtype) == ((5, 24, 9), x.stride(), torch.float16)
+    out = torch.empty_like(y)
+    assert run(x, expand, dw, project, **biases, out=out) is out
+
+    for message, arguments in {
+        "x must be .N,24,L., got shape .24, 9.": (x[0], expand, dw, project),
+        "x must have shape .5, 24, 9., got .5, 12, 9.": (x[:, :12], expand, dw, project),
+        "x must be contiguous in memory format ChannelsLast as .N,C,1,L.": (x.contiguous(), expand, dw, project),
+        "expand_weight must have shape .40, 24, 1., got .40, 24.": (x, expand[..., 0], dw, project),
+        "is empty or too large": (x[..., :0], expand, dw, project),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(*arguments, **biases)
+    with pytest.raises(ValueError, match="project_bias is missing; the kernel was emitted with one"):
+        run(x, expand, dw, project, bias)
+    with pytest.raises(ValueError, match="dw_bias was given; the kernel was emitted without one"):
+        run(x, expand, dw, project, **biases, dw_bias=bias)
+    with pytest.raises(ValueError, match="out must be contiguous in memory format ChannelsLast"):
+        run(x, expand, dw, project, **biases, out=out.contiguous())

@@ -1,11 +1,12 @@
 // A libcuda.so.1 that runs nothing: it writes what it is asked for to stdout, one JSON object a line. Declared by the real cuda.h, so that
 // a prototype or a value that the caller states otherwise shows. FAKE_CAPABILITY ("9.0"), FAKE_CAPTURING and FAKE_FAIL (a function's name)
-// set its answers.
+// set its answers. FAKE_KERNELS names the kernels and counts their parameters, Arguments and tensor maps: "pack_weights 1 0 separable2d 1 2".
 #include <cuda.h>
 
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -21,12 +22,25 @@ CUresult answer(char const* function) {
 template <class T>
 std::string list(std::vector<T> const& values) {
   std::string text;
-  for (T value : values) text += (text.empty() ? "[" : ", ") + std::to_string(value);
-  return text + "]";
+  for (T value : values) text += (text.empty() ? "" : ", ") + std::to_string(value);
+  return "[" + text + "]";
 }
 template <class T>
 std::string list(T const* values, int count) {
   return list(std::vector<T>(values, values + count));
+}
+
+constexpr int kArgumentsBytes = 10 * 8 + 8 * 4;
+
+struct Kernel {
+  std::string name;
+  int arguments, maps;
+};
+std::vector<Kernel> kernels() {
+  std::vector<Kernel> result;
+  std::istringstream text(std::getenv("FAKE_KERNELS"));
+  for (Kernel kernel; text >> kernel.name >> kernel.arguments >> kernel.maps;) result.push_back(kernel);
+  return result;
 }
 
 }  // namespace
@@ -82,8 +96,13 @@ CUresult cuLibraryLoadData(CUlibrary* library, void const* code, CUjit_option*, 
 }
 
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, char const* name) {
-  *kernel = reinterpret_cast<CUkernel>(!std::strcmp(name, "pack_weights") ? 1 : !std::strcmp(name, "separable2d") ? 2 : 0);
-  return *kernel ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+  auto const known = kernels();
+  for (size_t i = 0; i < known.size(); ++i) {
+    if (known[i].name != name) continue;
+    *kernel = reinterpret_cast<CUkernel>(i + 1);
+    return CUDA_SUCCESS;
+  }
+  return CUDA_ERROR_NOT_FOUND;
 }
 
 CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice) {
@@ -106,13 +125,17 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
 
 CUresult cuLaunchKernel(CUfunction kernel, unsigned x, unsigned y, unsigned z, unsigned threads_x, unsigned threads_y, unsigned threads_z,
                         unsigned shared, CUstream stream, void** parameters, void** extra) {
-  bool const maps = std::getenv("FAKE_TENSOR_MAPS");
+  Kernel const& launched = kernels()[reinterpret_cast<size_t>(kernel) - 1];
+  std::string arguments;
+  for (int i = 0; i < launched.arguments; ++i)
+    arguments += (i ? ", " : "") + list(static_cast<unsigned char*>(parameters[i]), kArgumentsBytes);
+  std::vector<size_t> maps;
+  for (int i = 0; i < launched.maps; ++i) maps.push_back(*static_cast<size_t*>(parameters[launched.arguments + i]));
   std::printf("{\"call\": \"launch\", \"kernel\": %d, \"grid\": %s, \"block\": %s, \"shared\": %u, \"stream\": %zu, \"contexts\": %d, "
-              "\"arguments\": %s, \"maps\": %s}\n",
+              "\"arguments\": [%s], \"maps\": %s}\n",
               int(reinterpret_cast<size_t>(kernel)), list<unsigned>({x, y, z}).c_str(),
               list<unsigned>({threads_x, threads_y, threads_z}).c_str(), shared, reinterpret_cast<size_t>(stream),
-              extra ? -1 : contexts, list(static_cast<unsigned char*>(parameters[0]), 88).c_str(),
-              maps ? list<size_t>({*static_cast<size_t*>(parameters[1]), *static_cast<size_t*>(parameters[2])}).c_str() : "null");
+              extra ? -1 : contexts, arguments.c_str(), list(maps).c_str());
   return answer("cuLaunchKernel");
 }
 

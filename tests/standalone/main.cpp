@@ -3,13 +3,20 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 
 int main(int count, char** values) {
-  auto const at = [](size_t address) { return reinterpret_cast<void*>(address); };
+  my_conv_kernel::Tensors tensors;
+  size_t addresses[sizeof tensors / sizeof(void*)];
+  for (size_t i = 0; i < std::size(addresses); ++i) addresses[i] = 0x1000 * (i + 1);
+  std::memcpy(&tensors, addresses, sizeof tensors);
   try {
-    for (int i = 1; i + 2 < count; i += 3)
-      my_conv_kernel::launch(0, at(0x50), {at(0x1000), at(0x2000), at(0x3000), at(0x4000), at(0x5000), at(0x6000), at(0x7000)},
-                             std::atoi(values[i]), std::atoi(values[i + 1]), std::atoi(values[i + 2]));
+    for (int i = 1; i + 2 < count; i += 3) {
+      int const n = std::atoi(values[i]), h = std::atoi(values[i + 1]), w = std::atoi(values[i + 2]);
+      std::printf("{\"call\": \"allocate\", \"bytes\": %zu}\n", my_conv_kernel::workspace_bytes(n, h, w));
+      std::fflush(stdout);
+      my_conv_kernel::launch(0, reinterpret_cast<void*>(0x50), tensors, n, h, w);
+    }
   } catch (std::exception const& error) {
     std::fprintf(stderr, "%s", error.what());
     return 1;
