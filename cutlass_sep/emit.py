@@ -175,7 +175,7 @@ def _fused_stage(name: str, g: FusedGeometry, pointers: list[str]) -> dict[str, 
     else:
         x = ["w", b.c, "n"], [16, 64 * g.expand_atoms, 1], 32
     expand_weight = [b.c, b.e], [64, FUSED_CHUNK], 128
-    project_weight = [b.e, b.o], [FUSED_CHUNK, g.tile.tile_oc], 128
+    project_weight = [b.e, b.o], [FUSED_CHUNK, g.math_instruction.instruction_shape[1]], 128
     return _stage(name, g, pointers) | {
         "item_q": FUSED_TILE, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1,
         "pads": (0, b.pads[0]),

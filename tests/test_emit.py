@@ -186,7 +186,7 @@ CASES = {
         torch.float16, "channels_last", "portable", "sm_90a",
     ),
     "fused-channels_last-bfloat16": (
-        Block(c=64, e=200, l=640, kernel=4, dilation=2), torch.bfloat16, "channels_last", "sm90", "sm_90a", "fused",
+        Block(c=256, e=200, l=640, kernel=4, dilation=2), torch.bfloat16, "channels_last", "sm90", "sm_90a", "fused",
     ),
     "fused-contiguous-float16": (
         Block(c=72, e=128, o=40, l=320, kernel=9, residual=False),
