@@ -27,6 +27,9 @@ from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dP
 
 Answer = tuple[int, dict[str, Any]]
 
+#: Name of the operator in a stand-alone project.
+PROJECTS = {"dwsep2d": "separable_conv2d", "sepblock1d": "separable_conv_block1d"}
+
 
 def demo(args: argparse.Namespace, output: Output) -> Answer:
     """The whole way for one problem, as far as this machine can go."""
@@ -75,7 +78,7 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
         from . import emit as emission
 
         try:
-            emission.pytorch(built, "separable_conv2d", args.project)
+            emission.pytorch(built, PROJECTS[built.problem.op], args.project)
         except OSError as error:
             raise UsageError(f"--project: {error}") from error
         data["project"] = str(args.project)

@@ -75,16 +75,19 @@ def test_emit_to_a_file_and_as_json(run, run_json, tmp_path):
     assert data["gpu"] is None or GPU
 
 
-def test_emit_hands_the_op_and_the_folder_to_the_emission(run_json, monkeypatch, tmp_path):
+@pytest.mark.parametrize("problem", ["dwsep2d", "sepblock1d"])
+def test_emit_hands_the_op_and_the_folder_to_the_emission(problem, run_json, monkeypatch, tmp_path):
     written = []
     fake = types.ModuleType("cutlass_sep.emit")
     fake.pytorch = lambda *arguments: written.append(arguments)
     monkeypatch.setitem(sys.modules, "cutlass_sep.emit", fake)
     monkeypatch.setattr(cutlass_sep, "emit", fake, raising=False)
-    status, data = run_json("emit", *SMALL, "--project", str(tmp_path / "there"))
+    arguments = {"dwsep2d": SMALL, "sepblock1d": SMALL_BLOCK}[problem]
+    status, data = run_json("emit", *arguments, "--project", str(tmp_path / "there"))
     assert status == 0 and data["project"] == str(tmp_path / "there") and "source" not in data
     ((built, name, folder),) = written
-    assert built.problem.to_json() == data["problem"] and folder == tmp_path / "there" and name.isidentifier()
+    assert built.problem.to_json() == data["problem"] and folder == tmp_path / "there"
+    assert name == {"dwsep2d": "separable_conv2d", "sepblock1d": "separable_conv_block1d"}[problem]
 
 
 def test_problem_arguments_reach_the_problem(run_json):
