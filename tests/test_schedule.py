@@ -231,8 +231,10 @@ def test_portable_does_not_depend_on_padding_or_sizes():
             problem = problem_of(LEAD, kind, layout)
             schedule = candidates(problem, "sm_80", "portable")[0]
             pads = problem.padding._replace(left=0, top=2)
-            assert constants(problem, schedule) == constants(replace(problem, n=1, h=9, w=70, padding=pads), schedule)
-            texts = [constants(replace(problem, alignment=alignment), schedule) for alignment in (16, 8, 4, 2)]
+            other = replace(problem, n=1, h=9, w=70, padding=pads)
+            assert constants(Geometry(problem, schedule)) == constants(Geometry(other, schedule))
+            aligned = [replace(problem, alignment=alignment) for alignment in (16, 8, 4, 2)]
+            texts = [constants(Geometry(case, schedule)) for case in aligned]
             assert texts[0] != texts[1] == texts[2] == texts[3]
 
 
