@@ -1,22 +1,25 @@
-"""Problems of the 2-D operator for tests that need no tensors."""
+"""Problems of both operators for tests that need no tensors."""
 
 from __future__ import annotations
 
 import torch
+from block import Block
 from separable import Case
 
-from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 #: The four arithmetics of the kernels, by short names, and the element type of each.
 KINDS = {"ieee": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "channels_last")
 LEAD = Case(n=16, c=64, o=128, h=512, w=512, dw_bias=False, pw_bias=False)
+LEAD_BLOCK = Block(n=32, c=256, e=512, l=4096, kernel=9)
 
 
 def problem_of(
-    case: Case = LEAD, kind: str = "ieee", layout: str = "contiguous", alignment: int = 16
-) -> SeparableConv2dProblem:
+    case: Case | Block = LEAD, kind: str = "ieee", layout: str = "contiguous", alignment: int = 16
+) -> Problem:
     """`kind`: a key of KINDS. `alignment`: of the tensors' addresses, bytes; the problem's may be less."""
+    operator = SeparableBlock1dProblem if isinstance(case, Block) else SeparableConv2dProblem
     precision = {"fp32_precision": kind} if kind in ("ieee", "tf32") else {}
     tensors = case.tensors("meta", KINDS[kind], layout)
-    return SeparableConv2dProblem.from_tensors(*tensors, **case.options, **precision).with_alignment(alignment)
+    return operator.from_tensors(*tensors, **case.options, **precision).with_alignment(alignment)

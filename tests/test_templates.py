@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,15 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from problems import KINDS, LAYOUTS, LEAD, problem_of
+from block import Block
+from problems import KINDS, LAYOUTS, LEAD, LEAD_BLOCK, problem_of
 from separable import Case
 
 from cutlass_sep import compiler, source
 from cutlass_sep.arch import ARCHS
+from cutlass_sep.block_schedule import BlockSchedule
 from cutlass_sep.compiler import Cubin
 from cutlass_sep.errors import CompileError
-from cutlass_sep.problem import ACTIVATIONS, SeparableConv2dProblem
-from cutlass_sep.schedule import Schedule, candidates
+from cutlass_sep.planner import candidates
+from cutlass_sep.problem import ACTIVATIONS, Problem
+from cutlass_sep.schedule import Schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,20 +38,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
 # ---- text
 
 
-def rendered(path: str, kind: str = "ieee", layout: str = "contiguous", case: Case = LEAD, arch: str = "sm_90a") -> str:
+def rendered(
+    path: str,
+    kind: str = "ieee",
+    layout: str = "contiguous",
+    case: Case | Block = LEAD,
+    arch: str = "sm_90a",
+    form: str | None = None,
+) -> str:
     problem = problem_of(case, kind, layout)
-    return source.render(problem, candidates(problem, arch, path)[0], arch)
+    return source.render(problem, candidates(problem, arch, path, form)[0], arch)
 
 
-@pytest.mark.parametrize("path", ["sm90", "portable"])
-def test_same_arguments_same_bytes(path: str):
+#: Arguments of `rendered`: every translation unit that there is.
+UNITS = {
+    "sm90": ("sm90",),
+    "portable": ("portable",),
+    "fused": ("sm90", "bf16", "contiguous", LEAD_BLOCK, "sm_90a", "fused"),
+    "two_kernel-sm90": ("sm90", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
+    "two_kernel-portable": ("portable", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
+}
+
+
+def test_same_arguments_same_bytes():
     """Also from another process, whose hashes differ."""
-    code = f"import test_templates as t; print(t.rendered({path!r}), end='')"
+    code = (
+        "import json, sys, test_templates as t; json.dump([t.rendered(*unit) for unit in t.UNITS.values()], sys.stdout)"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}
     other = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=Path(__file__).parent, capture_output=True, check=True
     )
-    assert rendered(path) == rendered(path) == other.stdout.decode()
+    for unit, text in zip(UNITS.values(), json.loads(other.stdout), strict=True):
+        assert rendered(*unit) == rendered(*unit) == text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -57,6 +80,15 @@ def test_run_time_numbers_are_not_in_the_source(path: str, layout: str):
     schedule = candidates(problem, "sm_90a", path)[0]
     pads = problem.padding._replace(top=3, left=problem.padding.left + 16, right=0)
     other = replace(problem, n=3, h=40, w=64, padding=pads)
+    assert source.render(problem, schedule, "sm_90a") == source.render(other, schedule, "sm_90a")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("path", "form"), [("sm90", "fused"), ("sm90", "two_kernel"), ("portable", "two_kernel")])
+def test_run_time_numbers_of_a_block_are_not_in_the_source(path: str, form: str, layout: str):
+    problem = problem_of(LEAD_BLOCK, "bf16", layout)
+    schedule = candidates(problem, "sm_90a", path, form)[0]
+    other = replace(problem, n=3, l=72)
     assert source.render(problem, schedule, "sm_90a") == source.render(other, schedule, "sm_90a")
 
 
@@ -83,16 +115,43 @@ def test_the_compile_time_part_is_in_the_source():
     assert len(texts) == 16
 
 
+@pytest.mark.parametrize("form", ["fused", "two_kernel"])
+def test_the_compile_time_part_of_a_block_is_in_the_source(form: str):
+    base = {"path": "sm90", "kind": "fp16", "case": LEAD_BLOCK, "form": form}
+    texts = {rendered(**base)}
+    for other in (
+        {"case": replace(LEAD_BLOCK, c=128)},
+        {"case": replace(LEAD_BLOCK, e=256)},
+        {"case": replace(LEAD_BLOCK, residual=False)},
+        {"case": replace(LEAD_BLOCK, residual=False, o=128)},
+        {"case": replace(LEAD_BLOCK, kernel=8)},
+        {"case": replace(LEAD_BLOCK, dilation=2)},
+        {"case": replace(LEAD_BLOCK, expand_bias=False)},
+        {"case": replace(LEAD_BLOCK, dw_bias=False)},
+        {"case": replace(LEAD_BLOCK, project_bias=False)},
+        {"case": replace(LEAD_BLOCK, activation="relu")},
+        {"kind": "bf16"},
+        {"layout": "channels_last"},
+    ):
+        texts.add(rendered(**base | other))
+    assert len(texts) == 13
+
+
 def test_parts_are_inlined():
     """Emitted sources need no file but the headers of CUTLASS, CuTe and CUDA; no part is left over."""
-    texts = {path: rendered(path) for path in ("sm90", "portable")}
+    texts = {name: rendered(*unit) for name, unit in UNITS.items()}
+    parts = {file.name: file.read_text().replace("#pragma once\n", "") for file in source.templates().glob("*.cuh")}
+    left_over = dict(parts)
     for text in texts.values():
         included = re.findall(r"#\s*include\s*(.*)", text)
         assert all(re.fullmatch(r"<(cute|cutlass|cuda)[\w./]*>", name) for name in included), included
-        assert "{{" not in text and "{%" not in text
-    parts = {file.name: file.read_text().replace("#pragma once\n", "") for file in source.templates().glob("*.cuh")}
-    for name, text in parts.items():
-        assert any(text in whole for whole in texts.values()), f"{name} is in no translation unit"
+        unit = text
+        for name, part in parts.items():
+            if part in text:
+                unit = unit.replace(part, "")
+                left_over.pop(name, None)
+        assert "{{" not in unit and "{%" not in unit
+    assert not left_over, f"in no translation unit: {', '.join(left_over)}"
 
 
 def test_every_activation_has_its_struct():
@@ -103,9 +162,9 @@ def test_every_activation_has_its_struct():
 
 
 @pytest.mark.parametrize("constant", ["kSharedBytes", "kWorkspaceBytes"])
-@pytest.mark.parametrize("path", ["sm90", "portable"])
-def test_the_unit_asserts_what_schedule_counts(path: str, constant: str):
-    text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>\g<2>0;", rendered(path))
+@pytest.mark.parametrize("unit", ["sm90", "portable", "fused"])
+def test_the_unit_asserts_what_schedule_counts(unit: str, constant: str):
+    text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>\g<2>0;", rendered(*UNITS[unit]))
     assert count == 1
     with pytest.raises(CompileError, match=r"schedule\.py and the template disagree"):
         compiler.build(text, "sm_90a", name="disagree")
@@ -116,27 +175,32 @@ def test_the_unit_asserts_what_schedule_counts(path: str, constant: str):
 
 @dataclass(frozen=True)
 class Build:
-    """A problem and the schedule that is picked for it, or one given in full."""
+    """A problem and the schedule that is picked for it."""
 
     arch: str
     kind: str
     layout: str = "contiguous"
-    case: Case = LEAD
+    case: Case | Block = LEAD
     path: str = "portable"
     alignment: int = 16
-    schedule: Schedule | None = None
+    form: str | None = None
 
     def __str__(self) -> str:
-        form = "-gather" if self.chosen.gather else ""
+        form = f"-{self.form}" if self.form else "-gather" if self.chosen.gather else ""
         return f"{self.path}-{self.arch}-{self.kind}-{self.layout}-{self.alignment}-{self.case}{form}"
 
     @property
-    def problem(self) -> SeparableConv2dProblem:
+    def problem(self) -> Problem:
         return problem_of(self.case, self.kind, self.layout, self.alignment)
 
     @property
-    def chosen(self) -> Schedule:
-        return self.schedule or candidates(self.problem, self.arch, self.path)[0]
+    def chosen(self) -> Schedule | BlockSchedule:
+        return candidates(self.problem, self.arch, self.path, self.form)[0]
+
+    @property
+    def mains(self) -> set[str]:
+        """Names of the kernels behind pack_weights."""
+        return {None: {"separable2d"}, "fused": {"block1d"}, "two_kernel": {"expand", "project"}}[self.form]
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -172,6 +236,28 @@ SM90 = [
     Build("sm_90a", "ieee", "channels_last", BLOCK, path="sm90"),
     Build("sm_90a", "bf16", "channels_last", WIDE, path="sm90"),
 ]
+SHORT_BLOCK = Block(c=40, e=72, l=96, kernel=4, dilation=3, activation="hardswish", expand_bias=False)
+ODD_BLOCK = Block(c=37, e=53, l=101, kernel=6, activation="relu6", project_bias=False)
+#: The two-kernel form on every architecture, in both layouts and all arithmetics of either path; the fused one.
+TWO_KERNEL = [
+    *(
+        Build(arch, list(KINDS)[i % 4], LAYOUTS[i % 2], (LEAD_BLOCK, SHORT_BLOCK)[i % 2], form="two_kernel")
+        for i, arch in enumerate(ARCHS)
+    ),
+    Build("sm_80", "fp16", "contiguous", ODD_BLOCK, alignment=2, form="two_kernel"),
+    *(
+        Build("sm_90a", kind, LAYOUTS[i % 2], LEAD_BLOCK, path="sm90", form="two_kernel")
+        for i, kind in enumerate(("ieee", "tf32", "bf16", "fp16"))
+    ),
+]
+FUSED = [
+    Build("sm_90a", "fp16", "contiguous", LEAD_BLOCK, path="sm90", form="fused"),
+    Build("sm_90a", "bf16", "channels_last", LEAD_BLOCK, path="sm90", form="fused"),
+    Build("sm_90a", "fp16", "channels_last", SHORT_BLOCK, path="sm90", form="fused"),
+]
+#: The fused form keeps 128 sums and what the depthwise stage works on in a thread's registers: this many bytes of the
+#: addresses that change from one tile to the next may wait in local memory.
+FUSED_SPILLS = 80
 #: The instruction of the pointwise GEMM, as nvdisasm writes it.
 MMA = {
     "sm90": {
@@ -204,21 +290,36 @@ def sass(cubin: Cubin, folder: Path) -> str:
     return subprocess.run([nvdisasm(), "-c", file], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("build", [*SM90, *PORTABLE], ids=str)
+def functions(text: str) -> dict[str, str]:
+    """nvdisasm's text by kernel."""
+    _, *parts = re.split(r"^\.text\.(\w+):\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.mark.parametrize("build", [*SM90, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
 def test_code(build: Build, tmp_path: Path):
     """Tensor instructions of the right kind and no other, no traps, no spilled registers, no serialised wgmma."""
     cubin = build.cubin()
-    assert set(cubin.resources) == {"pack_weights", "separable2d"}
+    assert set(cubin.resources) == {"pack_weights", *build.mains}
     text = sass(cubin, tmp_path)
-    wanted = MMA[build.path][build.kind]
-    assert re.search(wanted, text)
-    assert not [line for line in text.splitlines() if re.search(r"\bHG?MMA\b", line) and not re.search(wanted, line)]
+    wanted = [MMA[build.path][build.kind]]
+    if build.form == "fused":  # its depthwise stage
+        wanted.append(MMA["portable"][build.kind])
+    codes = functions(text)
+    assert set(codes) == set(cubin.resources)
+    for main in build.mains:
+        used = [line for line in codes[main].splitlines() if re.search(r"\bHG?MMA\b", line)]
+        assert all(any(re.search(instruction, line) for line in used) for instruction in wanted)
+        assert not [line for line in used if not any(re.search(instruction, line) for instruction in wanted)]
+    assert not re.search(r"\bHG?MMA\b", codes["pack_weights"])
     # What an atom that the target lacks turns into.
     assert "BPT.TRAP" not in text and "vprintf" not in text
-    assert {name: used.spill_bytes for name, used in cubin.resources.items()} == {"pack_weights": 0, "separable2d": 0}
+    spills = {name: used.spill_bytes for name, used in cubin.resources.items()}
+    assert spills.pop("block1d", 0) <= FUSED_SPILLS
+    assert not any(spills.values()), spills
     # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin).
     assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", cubin.log), cubin.log
-    if build.path == "portable":
+    if build.path == "portable" and build.form is None:
         # cp.async of 16 bytes: the weights always; x, with zeros at its edges, where 16 bytes of channels are aligned.
         vectors = build.layout == "channels_last" and build.problem.alignment == 16 and not build.chosen.gather
         assert re.search(r"\bLDGSTS\.E\.BYPASS\.\S*128 ", text)
