@@ -170,10 +170,8 @@ def _fused_stage(name: str, g: FusedGeometry, pointers: list[str]) -> dict[str, 
     from .block_schedule import FUSED_CHUNK, FUSED_TILE
 
     b = g.problem
-    if g.channels_last:
-        x = [b.c, "w", "n"], [64, g.positions, 1], 128
-    else:
-        x = ["w", b.c, "n"], [16, 64, 1], 32
+    pixel_major, channel_major = ([b.c, "w", "n"], [64, g.positions, 1], 128), (["w", b.c, "n"], [16, 64, 1], 32)
+    x = pixel_major if g.channels_last else channel_major
     expand_weight = [b.c, b.e], [64, FUSED_CHUNK], 128
     project_weight = [b.e, b.o], [FUSED_CHUNK, g.math_instruction.instruction_shape[1]], 128
     return _stage(name, g, pointers) | {
