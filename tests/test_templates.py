@@ -255,8 +255,8 @@ FUSED = [
     Build("sm_90a", "bf16", "channels_last", LEAD_BLOCK, path="sm90", form="fused"),
     Build("sm_90a", "fp16", "channels_last", SHORT_BLOCK, path="sm90", form="fused"),
 ]
-#: Bytes that a thread of the fused form may spill: next to the 128 sums of the lead shape's second GEMM few registers are
-#: left for the depthwise stage.
+#: Bytes that a thread of the fused form may spill: next to the 128 sums of the lead shape's second GEMM few registers
+#: are left for the depthwise stage.
 FUSED_SPILLS = 80
 #: The instruction of the pointwise GEMM, as nvdisasm writes it.
 MMA = {
