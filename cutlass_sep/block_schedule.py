@@ -39,7 +39,7 @@ class FusedTile:
 
     tile_oc: int  # output channels: all of them
     hidden_slots: int  # chunks of 64 hidden channels
-    project_slots: int  # chunks of project weights
+    project_slots: int  # chunks of project weights, for half of the output channels where those are more than 128
     expand_slots: int  # tiles of 64 x 64 expand weights
 
     def to_json(self) -> dict[str, Any]:
@@ -108,9 +108,14 @@ class FusedGeometry:
         from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
         element = {"float16": DataType.f16, "bfloat16": DataType.bf16}[self.problem.dtype]
-        columns = self.tile.tile_oc if self.tile.tile_oc <= 128 else self.tile.tile_oc // 2
+        columns = self.tile.tile_oc // self.halves
         operation = MathOperation.multiply_add
         return MathInstruction([64, columns, 16], element, element, DataType.f32, OpcodeClass.TensorOp, operation)
+
+    @property
+    def halves(self) -> int:
+        """Instructions side by side that the output channels take."""
+        return 2 if self.tile.tile_oc > 128 else 1
 
     @property
     def chunks(self) -> int:
@@ -166,8 +171,9 @@ class FusedGeometry:
         rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
         hidden = t.hidden_slots * _round_up(rows + self.taps_bytes, 1024)
         x = _round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
-        barriers = 2 * (1 + t.expand_slots + t.project_slots + t.hidden_slots) * 8
-        return x + t.expand_slots * 64 * 128 + t.project_slots * t.tile_oc * 128 + hidden + barriers
+        barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
+        project = t.project_slots * t.tile_oc // self.halves * 128
+        return x + t.expand_slots * 64 * 128 + project + hidden + t.tile_oc * 4 + barriers
 
     @property
     def threads(self) -> int:
@@ -251,8 +257,10 @@ def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
     """The fused schedules that fit: more chunks of hidden channels, of project weights, or of expand weights alone."""
     found = []
-    for hidden, project in ((3, 2), (4, 2), (3, 3)):
-        tile = replace(_least_tile(problem), hidden_slots=hidden, project_slots=project, expand_slots=0)
+    for hidden, project in ((3, 2), (4, 2), (3, 3)):  # project: whole chunks
+        least = _least_tile(problem)
+        halves = FusedGeometry(problem, least).halves
+        tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
         slots = min(room // (64 * 128 + 16), 2 * geometry.expand_atoms)

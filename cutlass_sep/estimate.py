@@ -45,7 +45,7 @@ _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_
 _ACTIVATION_16 = _ACTIVATION | {"silu": 6, "gelu_tanh": 10, "gelu": 10}
 #: Cycles of a chunk of the fused block that nothing hides: barriers, filling and draining of the MMAs. Cycles of a tile
 #: beside its chunks: sums that start from x, the first depthwise outputs, the epilogue.
-_FUSED_CHUNK_CYCLES = 400.0
+_FUSED_CHUNK_CYCLES = 2300.0
 _FUSED_TILE_CYCLES = 4000.0
 #: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
 #: convolutions reach.

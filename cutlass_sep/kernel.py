@@ -170,7 +170,7 @@ class _FusedStage(_Stage):
             extents, strides = (b.c, b.l, b.n), (b.c * size, b.l * b.c * size)
             return _tensor_map(b.dtype, address, extents, strides, (64, g.positions, 1), 128)
         extents, strides = (b.l, b.c, b.n), (b.l * size, b.c * b.l * size)
-        return _tensor_map(b.dtype, address, extents, strides, (16, 64 * g.expand_atoms, 1), 32)
+        return _tensor_map(b.dtype, address, extents, strides, (16, 64, 1), 32)
 
     def _encode_expand_weight(self, address: int) -> bytes:
         b = self.geometry.problem
@@ -178,7 +178,8 @@ class _FusedStage(_Stage):
 
     def _encode_project_weight(self, address: int) -> bytes:
         b = self.geometry.problem
-        return _tensor_map(b.dtype, address, (b.e, b.o), (b.e * b.element_size,), (64, self.geometry.tile.tile_oc), 128)
+        rows = self.geometry.tile.tile_oc // self.geometry.halves
+        return _tensor_map(b.dtype, address, (b.e, b.o), (b.e * b.element_size,), (64, rows), 128)
 
 
 class _Launcher:

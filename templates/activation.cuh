@@ -71,32 +71,55 @@ struct Hardswish {
 // Inf * 0, NaN as in PyTorch; +Inf is cut off before it becomes a.
 
 /// Where y is rounded to 16 bits: c is the polynomial log2(Phi(-a)) + 16 of -a / 2^16. Both powers are there for bfloat16, whose
-/// smallest numbers are below those that exp2_approximate yields.
-template <int N>
-CUTLASS_DEVICE float gelu16(float const (&c)[N], float x) {
-  float const minus_a = fabsf(fminf(x, 100.f)) * -0x1p-16f;
-  return fmaf(minus_a, exp2_approximate(polynomial(c, minus_a)), maximum(x, -0.f));
+/// smallest numbers are below those that exp2_approximate yields. In place; step by step for all values, so that they hide each other's
+/// latencies. `kFinite`: +Inf may become NaN.
+template <bool kFinite, int Terms, int N>
+CUTLASS_DEVICE void gelu16(float const (&c)[Terms], float (&x)[N]) {
+  float minus_a[N], y[N];
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < N; ++k) minus_a[k] = fabsf(kFinite ? x[k] : fminf(x[k], 100.f)) * -0x1p-16f;
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < N; ++k) y[k] = c[Terms - 1];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = Terms - 2; i >= 0; --i)
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < N; ++k) y[k] = fmaf(y[k], minus_a[k], c[i]);
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < N; ++k) y[k] = exp2_approximate(y[k]);
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < N; ++k) x[k] = fmaf(minus_a[k], y[k], maximum(x[k], -0.f));
 }
 
 template <class Element>
 struct Gelu;
 
+template <class Activation>
+CUTLASS_DEVICE float apply_one(float x) {
+  float value[1] = {x};
+  Activation::template apply_several<false>(value);
+  return value[0];
+}
+
 template <>
 struct Gelu<cutlass::half_t> {
-  CUTLASS_DEVICE static float apply(float x) {
+  CUTLASS_DEVICE static float apply(float x) { return apply_one<Gelu>(x); }
+  template <bool kFinite, int N>
+  CUTLASS_DEVICE static void apply_several(float (&x)[N]) {
     constexpr float c[] = {15.f,
                            1.1502334582953988f * 0x1p16f,
                            -0.46211006717058944f * 0x1p32f,
                            0.04962976100722836f * 0x1p48f,
                            0.006221208093796538f * 0x1p64f,
                            0.0003593283796137976f * 0x1p80f};
-    return gelu16(c, x);
+    gelu16<kFinite>(c, x);
   }
 };
 
 template <>
 struct Gelu<cutlass::bfloat16_t> {
-  CUTLASS_DEVICE static float apply(float x) {
+  CUTLASS_DEVICE static float apply(float x) { return apply_one<Gelu>(x); }
+  template <bool kFinite, int N>
+  CUTLASS_DEVICE static void apply_several(float (&x)[N]) {
     constexpr float c[] = {15.f,
                            1.1482941930861945f * 0x1p16f,
                            -0.4657264878943117f * 0x1p32f,
@@ -105,7 +128,7 @@ struct Gelu<cutlass::bfloat16_t> {
                            0.0005174367969749231f * 0x1p80f,
                            2.3501465612198317e-05f * 0x1p96f,
                            4.4672047699595616e-07f * 0x1p112f};
-    return gelu16(c, x);
+    gelu16<kFinite>(c, x);
   }
 };
 
@@ -142,5 +165,21 @@ struct GeluTanh {
     return quotient16(x, fmaf(x, fmaf(x * x, -0.10294324f, -2.30220819f), -16.f));
   }
 };
+
+template <class Activation, int N>
+CUTLASS_DEVICE auto activate_several(float (&x)[N], int) -> decltype(Activation::template apply_several<true>(x)) {
+  Activation::template apply_several<true>(x);
+}
+template <class Activation, int N>
+CUTLASS_DEVICE void activate_several(float (&x)[N], long) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int k = 0; k < N; ++k) x[k] = Activation::apply(x[k]);
+}
+
+/// An activation on several values, in place: together if it is written so, else one by one. An infinite value may become NaN.
+template <class Activation, int N>
+CUTLASS_DEVICE void activate(float (&x)[N]) {
+  activate_several<Activation>(x, 0);
+}
 
 }  // namespace cutlass_sep

@@ -1,12 +1,13 @@
 // The 1-D block on Hopper in 16 bit: expand, depthwise, activation and project in one persistent, warp-specialised kernel. The hidden channels
 // never leave the multiprocessor.
 //
-// A tile is kTile positions of one sequence, and all output channels. Producer warps bring x under the tile and its halo and all weights by
-// TMA. For each chunk of 64 hidden channels the expand warpgroup computes the chunk at every position of the window (wgmma, D[hidden
-// channel][position]), adds its bias, puts zeros outside the sequence and leaves rows of positions in shared memory. The warps of two
-// project warpgroups turn 8 rows each, in place, into activated depthwise outputs (toeplitz_depthwise.cuh), which are then the MN-major A
-// operand of the second GEMM: each project warpgroup has 64 positions of it. Its sums start from the residual, which is x as it lies in shared
-// memory.
+// A tile is kTile positions of one sequence, and all output channels. For each chunk of 64 hidden channels
+//   the expand warpgroup computes the chunk at every position of the window (wgmma, D[hidden channel][position]), adds its bias, puts zeros
+//     outside the sequence and leaves rows of positions in shared memory;
+//   the depthwise warpgroup turns the rows, in place, into activated depthwise outputs (toeplitz_depthwise.cuh);
+//   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it.
+// The three work on chunks behind each other, in a ring of slots. The sums of the second GEMM start from the residual, which is x as it lies in
+// shared memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon as a slot is free.
 #pragma once
 
 namespace cutlass_sep {
@@ -15,7 +16,7 @@ template <class Config>
 struct BlockLayout {
   using R = PositionRows<Config>;
   using T = ToeplitzTaps<Config>;
-  static constexpr int kProjectWarpgroups = 2;
+  static constexpr int kProjectWarpgroups = 2, kProjectWarps = 4 * kProjectWarpgroups;
   static constexpr int kProjectThreads = 128 * kProjectWarpgroups;
   static constexpr int kTile = 64 * kProjectWarpgroups;
   static constexpr int kThreads = 256 + kProjectThreads;
@@ -24,25 +25,29 @@ struct BlockLayout {
   /// The window: kPhase positions (TMA starts on 16 bytes), the halo on both sides, the tile; a multiple of 8, contiguous of 16.
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
-  static constexpr int kProducerRegisters = 24;
+  static constexpr int kProjectRegisters = 160;
   static constexpr int kExpandRegisters = kPositions <= 152 ? 104 : 120;
-  static constexpr int kProjectRegisters = (512 - kProducerRegisters - kExpandRegisters) / kProjectWarpgroups;
+  static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
+  /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch.
+  static constexpr int kHalves = Config::kTileOc > 128 ? 2 : 1;
+  static constexpr int kHalfOc = Config::kTileOc / kHalves;
   /// x: contiguous [16 positions][channel][32 bytes of positions]; channels_last [64 channels][position][128 bytes of channels]. Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
   static constexpr int kXBlockBytes = Config::kChannelsLast ? kPositions * 128 : kExpandAtoms * 64 * 32;
   static constexpr int kXBlocks = Config::kChannelsLast ? kExpandAtoms : kPositions / 16;
   static constexpr int kXBytes = kXBlocks * kXBlockBytes;
-  /// Slots: 64 hidden channels x 64 channels of x, K-major; kTileOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
+  /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
   /// channels.
   static constexpr int kExpandSlotBytes = 64 * 128;
-  static constexpr int kProjectSlotBytes = Config::kTileOc * 128;
+  static constexpr int kProjectSlotBytes = kHalfOc * 128;
   static constexpr int kHiddenSlotBytes = round_up(R::kBytes + T::kBytes, 1024);
 
   static constexpr int kExpandOffset = round_up(kXBytes, 1024);
   static constexpr int kProjectOffset = kExpandOffset + Config::kExpandSlots * kExpandSlotBytes;
   static constexpr int kHiddenOffset = kProjectOffset + Config::kProjectSlots * kProjectSlotBytes;
-  static constexpr int kBarrierOffset = kHiddenOffset + Config::kHiddenSlots * kHiddenSlotBytes;
-  static constexpr int kBarriers = 2 * (1 + Config::kExpandSlots + Config::kProjectSlots + Config::kHiddenSlots);
+  static constexpr int kBiasOffset = kHiddenOffset + Config::kHiddenSlots * kHiddenSlotBytes;  // of output channels, fp32
+  static constexpr int kBarrierOffset = kBiasOffset + Config::kTileOc * 4;
+  static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kExpandSlots + Config::kProjectSlots) + 5 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
 };
 
@@ -66,38 +71,53 @@ template <class Config>
 struct BlockShared {
   using L = BlockLayout<Config>;
   char* base;
-  FullBarrier *x_full, *expand_full, *project_full, *hidden_full;
-  EmptyBarrier *x_empty, *expand_empty, *project_empty, *hidden_empty;
+  FullBarrier *x_full, *expand_full, *project_full, *taps_full;
+  EmptyBarrier *x_empty, *expand_empty, *project_empty, *taps_empty;
+  EmptyBarrier *hidden_full, *operand_full, *operand_empty;  // of a slot: rows, activated rows, rows that nobody needs any more
 
   CUTLASS_DEVICE explicit BlockShared(char* raw) : base(raw) {
     x_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
-    expand_full = x_full + 1;
+    expand_full = x_full + L::kExpandAtoms;
     project_full = expand_full + Config::kExpandSlots;
-    hidden_full = project_full + Config::kProjectSlots;
-    x_empty = reinterpret_cast<EmptyBarrier*>(hidden_full + Config::kHiddenSlots);
-    expand_empty = x_empty + 1;
+    taps_full = project_full + Config::kProjectSlots;
+    x_empty = reinterpret_cast<EmptyBarrier*>(taps_full + Config::kHiddenSlots);
+    expand_empty = x_empty + L::kExpandAtoms;
     project_empty = expand_empty + Config::kExpandSlots;
-    hidden_empty = project_empty + Config::kProjectSlots;
+    taps_empty = project_empty + Config::kProjectSlots;
+    hidden_full = taps_empty + Config::kHiddenSlots;
+    operand_full = hidden_full + Config::kHiddenSlots;
+    operand_empty = operand_full + Config::kHiddenSlots;
   }
   CUTLASS_DEVICE char* x() const { return base; }
   CUTLASS_DEVICE char* expand(int slot) const { return base + L::kExpandOffset + slot * L::kExpandSlotBytes; }
   CUTLASS_DEVICE char* project(int slot) const { return base + L::kProjectOffset + slot * L::kProjectSlotBytes; }
   CUTLASS_DEVICE char* hidden(int slot) const { return base + L::kHiddenOffset + slot * L::kHiddenSlotBytes; }
   CUTLASS_DEVICE char* taps(int slot) const { return hidden(slot) + L::R::kBytes; }
+  CUTLASS_DEVICE float* bias() const { return reinterpret_cast<float*>(base + L::kBiasOffset); }
 
-  /// Barriers count warps, and producers with their bytes.
+  /// Barriers count warps, or TMA's bytes.
   CUTLASS_DEVICE void initialise() const {
-    constexpr int kExpandWarps = 4, kProjectWarps = 4 * L::kProjectWarpgroups;
-    x_full->init(1);
-    x_empty->init(kExpandWarps + (Config::kResidual ? kProjectWarps : 0));
-    for (int i = 0; i < Config::kExpandSlots; ++i) expand_full[i].init(1), expand_empty[i].init(kExpandWarps);
-    for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(kProjectWarps);
-    for (int i = 0; i < Config::kHiddenSlots; ++i) hidden_full[i].init(kExpandWarps + 1), hidden_empty[i].init(kProjectWarps);
+    for (int i = 0; i < L::kExpandAtoms; ++i) {
+      x_full[i].init(1);
+      x_empty[i].init(4 + (Config::kResidual ? L::kProjectWarps : 0));
+    }
+    for (int i = 0; i < Config::kExpandSlots; ++i) expand_full[i].init(1), expand_empty[i].init(4);
+    for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps);
+    for (int i = 0; i < Config::kHiddenSlots; ++i) {
+      taps_full[i].init(1);
+      taps_empty[i].init(4);
+      hidden_full[i].init(4);
+      operand_full[i].init(4);
+      operand_empty[i].init(L::kProjectWarps);
+    }
     cutlass::arch::fence_barrier_init();
   }
 
-  /// Zeros behind the rows, where taps of zero meet positions that are never written. To be called by all threads.
-  CUTLASS_DEVICE void clear_tails() const {
+  /// Zeros behind the rows, where taps of zero meet positions that are never written, and the bias. To be called by all threads.
+  CUTLASS_DEVICE void fill(Arguments const& args) const {
+    using Element = typename Config::Element;
+    for (int o = threadIdx.x; o < Config::kTileOc; o += L::kThreads)
+      bias()[o] = Config::kPwBias && o < Config::kO ? float(static_cast<Element const*>(args.pw_bias)[o]) : 0.f;
     for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
       for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
         *reinterpret_cast<uint4*>(hidden(slot) + 2 * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
@@ -110,77 +130,27 @@ CUTLASS_DEVICE void arrive_warp(EmptyBarrier& barrier, int lane) {
   if (lane == 0) barrier.arrive();
 }
 
-/// One thread: x and the expand weights of every tile.
-template <class Config>
-CUTLASS_DEVICE void produce_expand(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& expand_map,
-                                   BlockShared<Config> const& shared) {
-  using L = BlockLayout<Config>;
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  RingCursor<1> x;
-  RingCursor<Config::kExpandSlots> weight;
-  int const tiles = BlockTile<Config>::count(args);
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-    BlockTile<Config> const tile(args, index);
-    int const window = tile.window(args);
-    shared.x_empty->wait(x.parity ^ 1);
-    shared.x_full->arrive_and_expect_tx(L::kXBytes);
-    for (int i = 0; i < L::kXBlocks; ++i) {
-      int const inner = Config::kChannelsLast ? 64 * i : window + 16 * i, outer = Config::kChannelsLast ? window : 0;
-      cute::SM90_TMA_LOAD_3D::copy(&x_map, reinterpret_cast<uint64_t*>(shared.x_full), kHint, shared.x() + i * L::kXBlockBytes, inner, outer,
-                                   tile.n);
-    }
-    x.advance();
-    for (int chunk = 0; chunk < L::kChunks; ++chunk)
-      for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
-        shared.expand_empty[weight.slot].wait(weight.parity ^ 1);
-        auto& full = shared.expand_full[weight.slot];
-        full.arrive_and_expect_tx(L::kExpandSlotBytes);
-        cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kHint, shared.expand(weight.slot), 64 * atom,
-                                     L::kChunkChannels * chunk);
-        weight.advance();
-      }
-  }
+constexpr auto kTmaHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+
+/// One thread: load number `i` into a ring of `Slots`, of loads numbered through all tiles of the block, once everybody has left its slot.
+template <int Slots, class Load>
+CUTLASS_DEVICE void load_slot(int i, int total, EmptyBarrier* empty, Load const& load) {
+  if (i >= total) return;
+  if (i >= Slots) empty[i % Slots].wait(i / Slots % 2 ^ 1);
+  load(i, i % Slots);
 }
 
-/// One thread: the project weights of every tile.
+/// Tiles of this block, of all.
 template <class Config>
-CUTLASS_DEVICE void produce_project(Arguments const& args, cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared) {
-  using L = BlockLayout<Config>;
-  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-  RingCursor<Config::kProjectSlots> slot;
-  int const tiles = BlockTile<Config>::count(args);
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x)
-    for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-      shared.project_empty[slot.slot].wait(slot.parity ^ 1);
-      auto& full = shared.project_full[slot.slot];
-      full.arrive_and_expect_tx(L::kProjectSlotBytes);
-      cute::SM90_TMA_LOAD_2D::copy(&project_map, reinterpret_cast<uint64_t*>(&full), kHint, shared.project(slot.slot),
-                                   L::kChunkChannels * chunk, 0);
-      slot.advance();
-    }
-}
-
-/// One thread: the taps of every tile, beside the hidden channels that they belong to.
-template <class Config>
-CUTLASS_DEVICE void produce_taps(Arguments const& args, BlockShared<Config> const& shared) {
-  using L = BlockLayout<Config>;
-  RingCursor<Config::kHiddenSlots> hidden;
-  int const tiles = BlockTile<Config>::count(args);
-  for (int index = blockIdx.x; index < tiles; index += gridDim.x)
-    for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-      shared.hidden_empty[hidden.slot].wait(hidden.parity ^ 1);
-      auto& full = shared.hidden_full[hidden.slot];
-      full.arrive_and_expect_tx(L::T::kBytes);
-      cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(chunk) * L::T::kBytes,
-                                     reinterpret_cast<uint64_t*>(&full), shared.taps(hidden.slot), L::T::kBytes);
-      hidden.advance();
-    }
+CUTLASS_DEVICE int own_tiles(Arguments const& args) {
+  return (BlockTile<Config>::count(args) - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
 }
 
 /// The expand warpgroup. Lane: positions 8j + 2t + i of hidden channels g (h = 0) and g + 8 (h = 1) of the warp's 16.
 template <class Config>
 struct Expand {
   using L = BlockLayout<Config>;
+  using R = PositionRows<Config>;
   using Element = typename Config::Element;
   using Accumulator = float[L::kPositions / 2];
 
@@ -191,71 +161,55 @@ struct Expand {
 
   /// x of MMA instruction `i` (16 channels).
   CUTLASS_DEVICE static uint64_t x_descriptor(char const* x, int i) {
-    if constexpr (Config::kChannelsLast) return k_major_descriptor(x + i / 4 * L::kXBlockBytes + i % 4 * 32);
-    return mn_major_descriptor(x + i * 16 * 32, L::kXBlockBytes);
+    if constexpr (Config::kChannelsLast) return k_major_descriptor(x, i / 4 * L::kXBlockBytes + i % 4 * 32);
+    return mn_major_descriptor(x, L::kXBlockBytes, i * 16 * 32);
   }
 
-  CUTLASS_DEVICE static void run(Arguments const& args, BlockShared<Config> const& shared) {
-    int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
-    RingCursor<1> x;
-    RingCursor<Config::kExpandSlots> weight;
-    RingCursor<Config::kHiddenSlots> hidden;
-    int const tiles = BlockTile<Config>::count(args);
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-      int const window = BlockTile<Config>(args, index).window(args);
-      bool const inside = window >= 0 && window + L::kPositions <= args.w;
-      shared.x_full->wait(x.parity);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-        float bias[2] = {};
-        if constexpr (Config::kExpandBias) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) {
-            int const channel = L::kChunkChannels * chunk + 16 * warp + lane / 4 + 8 * h;
-            if (channel < Config::kC) bias[h] = float(static_cast<Element const*>(args.expand_bias)[channel]);
-          }
-        }
-        Accumulator sum;
-        multiply(sum, shared, weight, lane);
-        if (chunk == L::kChunks - 1) arrive_warp(*shared.x_empty, lane);
-        shared.hidden_empty[hidden.slot].wait(hidden.parity ^ 1);
-        if (inside) store<false>(shared.hidden(hidden.slot), sum, bias, warp, lane, 0, 0);
-        else store<true>(shared.hidden(hidden.slot), sum, bias, warp, lane, -window, args.w - window);
-        arrive_warp(shared.hidden_full[hidden.slot], lane);
-        hidden.advance();
-      }
-      x.advance();
+  /// 64 channels of x under a tile.
+  CUTLASS_DEVICE static void load_x(Arguments const& args, cute::TmaDescriptor const& x_map, BlockShared<Config> const& shared, int index,
+                                    int atom) {
+    BlockTile<Config> const tile(args, index);
+    int const window = tile.window(args);
+    auto* const full = &shared.x_full[atom];
+    auto* const barrier = reinterpret_cast<uint64_t*>(full);
+    full->arrive_and_expect_tx(L::kPositions * 128);
+    if constexpr (Config::kChannelsLast) {
+      cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, shared.x() + atom * L::kXBlockBytes, 64 * atom, window, tile.n);
+    } else {
+      for (int i = 0; i < L::kXBlocks; ++i)
+        cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, shared.x() + i * L::kXBlockBytes + atom * 64 * 32, window + 16 * i, 64 * atom,
+                                     tile.n);
     }
   }
 
-  CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight, int lane) {
+  /// The chunk's hidden channels, without bias. `done(slot, atom)` follows the MMAs over 64 channels of x.
+  template <class Done>
+  CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
+                                      uint32_t x_parity, Done const& done) {
     using Indices = cute::make_int_sequence<L::kPositions / 2>;
     int previous = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
+      shared.x_full[atom].wait(x_parity);
       shared.expand_full[weight.slot].wait(weight.parity);
-      char const* const weights = shared.expand(weight.slot);
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k)
-        fma(k_major_descriptor(weights + 32 * k), x_descriptor(shared.x(), 4 * atom + k), sum, atom + k > 0, Indices{});
+      for (int k = 0; k < 4; ++k) fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), sum, atom + k > 0, Indices{});
       cute::warpgroup_commit_batch();
       if (atom > 0) {
         cute::warpgroup_wait<1>();
-        arrive_warp(shared.expand_empty[previous], lane);
+        done(previous, atom - 1);
       }
       previous = weight.slot;
       weight.advance();
     }
     cute::warpgroup_wait<0>();
-    arrive_warp(shared.expand_empty[previous], lane);
+    done(previous, L::kExpandAtoms - 1);
   }
 
   /// To rows of positions; zero but for positions [first, last) of the window.
   template <bool kMask>
-  CUTLASS_DEVICE static void store(char* rows, Accumulator const& sum, float const (&bias)[2], int warp, int lane, int first, int last) {
-    using R = typename L::R;
+  CUTLASS_DEVICE static void store_rows(char* rows, Accumulator const& sum, Element const (&bias)[2], int warp, int lane, int first, int last) {
     // The row starts an even number of positions into the window. What that shifts across a unit of 8 positions goes to the unit before.
     constexpr int kShift = Config::kPhase / 2 * 2;
     static_assert(kShift < 8);
@@ -273,7 +227,7 @@ struct Expand {
         float value[2];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          value[i] = sum[4 * j + 2 * h + i] + bias[h];
+          value[i] = sum[4 * j + 2 * h + i] + float(bias[h]);
           if constexpr (Config::kFp16Range) value[i] = HalfOrNan<Element>::apply(value[i]);
           int const position = 8 * j + lane % 4 * 2 + i;
           if (kMask && (position < first || position >= last)) value[i] = 0.f;
@@ -288,6 +242,126 @@ struct Expand {
         }
       }
   }
+
+  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& expand_map,
+                                 BlockShared<Config> const& shared) {
+    int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
+    bool const loads = warp == 0 && lane == 0;
+    int const chunks = own_tiles<Config>(args) * L::kChunks, weight_loads = chunks * L::kExpandAtoms;
+    auto const load_weights = [&](int i, int slot) {
+      auto& full = shared.expand_full[slot];
+      full.arrive_and_expect_tx(L::kExpandSlotBytes);
+      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), i % L::kExpandAtoms * 64,
+                                   i / L::kExpandAtoms % L::kChunks * L::kChunkChannels);
+    };
+    if (loads && chunks > 0) {
+      for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, shared, blockIdx.x, atom);
+      for (int i = 0; i < Config::kExpandSlots; ++i) load_slot<Config::kExpandSlots>(i, weight_loads, shared.expand_empty, load_weights);
+    }
+
+    RingCursor<Config::kExpandSlots> weight;
+    RingCursor<Config::kHiddenSlots> hidden;
+    // Chunks are numbered through all tiles of the block.
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < chunks; ++i) {
+      int const turn = i / L::kChunks, chunk = i % L::kChunks, index = blockIdx.x + turn * gridDim.x;
+      bool const last = chunk == L::kChunks - 1;
+      Element bias[2] = {Element(0.f), Element(0.f)};
+      if constexpr (Config::kExpandBias) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          int const channel = L::kChunkChannels * chunk + 16 * warp + lane / 4 + 8 * h;
+          if (channel < Config::kC) bias[h] = static_cast<Element const*>(args.expand_bias)[channel];
+        }
+      }
+      Accumulator sum;
+      // Gives back what the MMAs over 64 channels of x have read, and asks for what comes there next.
+      multiply(sum, shared, weight, turn % 2, [&](int slot, int atom) {
+        arrive_warp(shared.expand_empty[slot], lane);
+        if (last && lane == 0) shared.x_empty[atom].arrive();
+        if (!loads) return;
+        load_slot<Config::kExpandSlots>(i * L::kExpandAtoms + atom + Config::kExpandSlots, weight_loads, shared.expand_empty, load_weights);
+        if (last && i + 1 < chunks) {
+          shared.x_empty[atom].wait(turn % 2);
+          load_x(args, x_map, shared, index + gridDim.x, atom);
+        }
+      });
+      char* const rows = shared.hidden(hidden.slot);
+      int const window = BlockTile<Config>(args, index).window(args);
+      shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
+      if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, bias, warp, lane, 0, 0);
+      else store_rows<true>(rows, sum, bias, warp, lane, -window, args.w - window);
+      arrive_warp(shared.hidden_full[hidden.slot], lane);
+      hidden.advance();
+    }
+  }
+};
+
+/// The depthwise warpgroup: each warp has 16 of a chunk's rows.
+template <class Config>
+struct Depthwise {
+  using L = BlockLayout<Config>;
+  using R = PositionRows<Config>;
+  using Element = typename Config::Element;
+  using Toeplitz = ToeplitzDepthwise<Config>;
+
+  /// Activated outputs of 8 channels from `channel` on, in place of the rows that they came from.
+  CUTLASS_DEVICE static void store_operand(char* rows, int channel, typename Toeplitz::Value& value, int lane) {
+    // Matrix m of a store: channel k + m / 2, 64 positions m % 2; its row r is a unit of 8 positions.
+    uint32_t const offset = R::offset(channel + lane / 16, lane / 8 % 2 * 8 + lane % 8);
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 8; k += 2) {
+      activate<typename Config::MidActivation>(reinterpret_cast<float(&)[8]>(value[k]));
+      uint32_t packed[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int m = 0; m < 4; ++m) packed[m] = pack_pair<Element>(value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]);
+      cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4)));
+    }
+  }
+
+  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared) {
+    int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
+    Toeplitz const toeplitz(16 * warp, lane);
+    int const chunks = own_tiles<Config>(args) * L::kChunks;
+    auto const load_taps = [&](int i, int slot) {
+      auto& full = shared.taps_full[slot];
+      full.arrive_and_expect_tx(L::T::kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::T::kBytes,
+                                     reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::T::kBytes);
+    };
+    auto const load_project = [&](int i, int slot) {
+      auto& full = shared.project_full[slot];
+      full.arrive_and_expect_tx(L::kProjectSlotBytes);
+      cute::SM90_TMA_LOAD_2D::copy(&project_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.project(slot),
+                                   i / L::kHalves % L::kChunks * L::kChunkChannels, i % L::kHalves * L::kHalfOc);
+    };
+    bool const loads = warp == 0 && lane == 0;
+    if (loads)
+      for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
+    RingCursor<Config::kHiddenSlots> hidden;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = 0; i < chunks; ++i) {
+      // The project weights of a chunk are asked for here and not by the expand warpgroup, which may have to wait for the project warpgroups to
+      // start a tile.
+      if (loads)
+        for (int half = 0; half < L::kHalves; ++half)
+          load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, load_project);
+      char* const rows = shared.hidden(hidden.slot);
+      shared.taps_full[hidden.slot].wait(hidden.parity);
+      shared.hidden_full[hidden.slot].wait(hidden.parity);
+      CUTLASS_PRAGMA_NO_UNROLL  // else ptxas saves registers for the second 8 channels and computes the first almost one by one
+      for (int first = 0; first < 16; first += 8) {
+        typename Toeplitz::Value value;
+        toeplitz.compute(value, first, rows, shared.taps(hidden.slot));
+        store_operand(rows, 16 * warp + first, value, lane);
+      }
+      cutlass::arch::fence_view_async_shared();
+      arrive_warp(shared.operand_full[hidden.slot], lane);
+      if (lane == 0) shared.taps_empty[hidden.slot].arrive();
+      if (loads) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
+      hidden.advance();
+    }
+  }
 };
 
 /// A project warpgroup. Lane: output channels 8j + 2t + i of its 64 positions' rows g (h = 0) and g + 8 (h = 1) of the warp's 16.
@@ -297,26 +371,20 @@ struct Project {
   using R = PositionRows<Config>;
   using Element = typename Config::Element;
   using Accumulator = float[Config::kTileOc / 2];
-  using Depthwise = ToeplitzDepthwise<Config>;
-  /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch.
-  static constexpr int kHalves = Config::kTileOc > 128 ? 2 : 1;
-  static constexpr int kHalfOc = Config::kTileOc / kHalves;
 
   template <int Half, int... I>
-  CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, bool accumulate, cute::integer_sequence<int, I...>) {
-    Config::MmaAtom::fma(a, b, c[Half * kHalfOc / 2 + I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+  CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, cute::integer_sequence<int, I...>) {
+    Config::MmaAtom::fma(a, b, c[Half * L::kHalfOc / 2 + I]..., cute::SM90::GMMA::ScaleOut::One);
   }
 
-  /// sums += activated depthwise outputs x project weights over a chunk; left in flight.
-  CUTLASS_DEVICE static void issue(Accumulator& acc, char const* rows, char const* weights, bool accumulate) {
-    using Indices = cute::make_int_sequence<kHalfOc / 2>;
+  /// sums += activated depthwise outputs x project weights, over a chunk and half of the output channels; left in flight.
+  template <int Half>
+  CUTLASS_DEVICE static void issue(Accumulator& acc, char const* rows, char const* weights) {
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < L::kChunkChannels / 16; ++k) {
-      uint64_t const a = mn_major_row_descriptor(rows + k * 16 * 128), b = k_major_descriptor(weights + 32 * k);
-      fma<0>(a, b, acc, accumulate || k > 0, Indices{});
-      if constexpr (kHalves == 2) fma<1>(a, b + (kHalfOc * 128 >> 4), acc, accumulate || k > 0, Indices{});
-    }
+    for (int k = 0; k < L::kChunkChannels / 16; ++k)
+      fma<Half>(mn_major_row_descriptor(rows, k * 16 * 128), k_major_descriptor(weights, 32 * k), acc,
+                cute::make_int_sequence<L::kHalfOc / 2>{});
     cute::warpgroup_commit_batch();
   }
 
@@ -345,55 +413,37 @@ struct Project {
     }
   }
 
-  /// Activated, in place of the rows that they came from: the A operand of the second GEMM.
-  CUTLASS_DEVICE static void store_operand(char* rows, typename Depthwise::Value const& value, int warp, int lane) {
-    // Matrix m of a store: channel k + m / 2, 64 positions m % 2; its row r is a unit of 8 positions.
-    uint32_t const offset = R::offset(8 * warp + lane / 16, lane / 8 % 2 * 8 + lane % 8);
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 8; k += 2) {
-      uint32_t packed[4];
-      CUTLASS_PRAGMA_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        float const(&v)[4] = value[k + m / 2];
-        packed[m] = pack_pair<Element>(Config::MidActivation::apply(v[m % 2 * 2]), Config::MidActivation::apply(v[m % 2 * 2 + 1]));
-      }
-      cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4)));
-    }
-  }
-
   /// Sums, with bias, to y. `q`: the warp's first position.
-  CUTLASS_DEVICE static void store(Arguments const& args, Accumulator const& acc, int n, int q, int lane) {
+  CUTLASS_DEVICE static void store(Arguments const& args, Accumulator const& acc, float const* bias, int n, int q, int lane) {
     int const g = lane / 4, t = lane % 4;
-    auto* const y = static_cast<Element*>(args.y);
+    // contiguous: lane (g, t) stores output channel 8j + g and 4 positions; channels_last: channels 8j + 2t and the next of position g.
+    int const position = Config::kChannelsLast ? q + g : q + t % 2 * 8 + t / 2 * 4;
+    int64_t const first = Config::kChannelsLast ? (int64_t(n) * args.w + position) * Config::kO + 2 * t
+                                                : (int64_t(n) * Config::kO + g) * args.w + position;
+    Element* y = static_cast<Element*>(args.y) + first;
+    bool const inside[2] = {position < args.w, position + 8 < args.w};
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Config::kTileOc / 8; ++j) {
-      float bias[2] = {};
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        int const o = 8 * j + 2 * t + i;
-        if (Config::kPwBias && o < Config::kO) bias[i] = float(static_cast<Element const*>(args.pw_bias)[o]);
-      }
+      float b[2];
+      load_vector<float>(b, bias + 8 * j + 2 * t);
       uint32_t pair[2];  // output channels 2t, 2t + 1 of positions g, g + 8
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) pair[h] = pack_pair<Element>(acc[4 * j + 2 * h] + bias[0], acc[4 * j + 2 * h + 1] + bias[1]);
+      for (int h = 0; h < 2; ++h) pair[h] = pack_pair<Element>(acc[4 * j + 2 * h] + b[0], acc[4 * j + 2 * h + 1] + b[1]);
       if constexpr (Config::kChannelsLast) {
         CUTLASS_PRAGMA_UNROLL
         for (int h = 0; h < 2; ++h)
-          if (q + g + 8 * h < args.w && 8 * j + 2 * t < Config::kO)
-            *reinterpret_cast<uint32_t*>(y + (int64_t(n) * args.w + q + g + 8 * h) * Config::kO + 8 * j + 2 * t) = pair[h];
+          if (inside[h] && 8 * j + 2 * t < Config::kO) *reinterpret_cast<uint32_t*>(y + h * 8 * Config::kO) = pair[h];
+        y += 8;
       } else {
-        // Transposed, lane (g, t) has output channel g and positions 2t, 2t + 1 of each half; lanes t and t ^ 1 then exchange halves, so that
-        // each has 4 adjacent positions.
+        // Transposed, lane (g, t) has output channel g and positions 2t, 2t + 1 of each half; lanes t and t ^ 1 then exchange halves.
         CUTLASS_PRAGMA_UNROLL
         for (int h = 0; h < 2; ++h) {
           uint32_t const source = pair[h];
           cute::SM75_U32x1_MOVM_T::copy(source, pair[h]);
         }
         uint32_t const got = __shfl_xor_sync(0xffffffffu, t % 2 ? pair[0] : pair[1], 1);
-        uint2 const four = t % 2 ? make_uint2(got, pair[1]) : make_uint2(pair[0], got);
-        int const o = 8 * j + g, position = q + t % 2 * 8 + t / 2 * 4;
-        if (o < Config::kO && position < args.w)
-          *reinterpret_cast<uint2*>(y + (int64_t(n) * Config::kO + o) * args.w + position) = four;
+        if (inside[0] && 8 * j + g < Config::kO) *reinterpret_cast<uint2*>(y) = t % 2 ? make_uint2(got, pair[1]) : make_uint2(pair[0], got);
+        y += 8 * int64_t(args.w);
       }
     }
   }
@@ -401,58 +451,61 @@ struct Project {
   CUTLASS_DEVICE static void run(Arguments const& args, BlockShared<Config> const& shared, int warpgroup) {
     int const warp = 4 * warpgroup + cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const first = 16 * warp;  // position of the warp's sums within the tile
-    Depthwise const depthwise(warp, lane);
     RingCursor<1> x;
-    RingCursor<Config::kProjectSlots> weight;  // of the chunk whose MMAs are issued next
+    RingCursor<Config::kProjectSlots> weight;
     RingCursor<Config::kHiddenSlots> hidden;
-
     int const tiles = BlockTile<Config>::count(args);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       BlockTile<Config> const tile(args, index);
       Accumulator acc;
       if constexpr (Config::kResidual) {
-        shared.x_full->wait(x.parity);
+        for (int atom = 0; atom < L::kExpandAtoms; ++atom) shared.x_full[atom].wait(x.parity);
         start(acc, shared.x(), args.pad_left + Config::kPhase + first, lane);
-        arrive_warp(*shared.x_empty, lane);
+        for (int atom = 0; atom < L::kExpandAtoms; ++atom) arrive_warp(shared.x_empty[atom], lane);
         x.advance();
+      } else {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Config::kTileOc / 2; ++i) acc[i] = 0.f;
       }
-      // Elementwise work of a chunk overlaps the MMAs of the one before. mma.sync would wait for them: it runs while none is in flight.
-      typename Depthwise::Value value;
-      shared.hidden_full[hidden.slot].wait(hidden.parity);
-      depthwise.compute(value, shared.hidden(hidden.slot), shared.taps(hidden.slot), warp);
-      int previous_weight = 0, previous_hidden = 0;
+      // Else ptxas takes the sums for values that are still read while MMAs run, and lets each MMA wait for the one before (C7514).
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < Config::kTileOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
+      // The MMAs of a chunk's half are in flight while those of the next one are issued; then their slots are given back.
+      int previous_weight = -1, previous_hidden = -1;
+      auto const give_back = [&] {
+        if (previous_weight >= 0) arrive_warp(shared.project_empty[previous_weight], lane);
+        if (previous_hidden >= 0) arrive_warp(shared.operand_empty[previous_hidden], lane);
+      };
       CUTLASS_PRAGMA_NO_UNROLL
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-        char* const rows = shared.hidden(hidden.slot);
-        store_operand(rows, value, warp, lane);
-        cutlass::arch::fence_view_async_shared();
-        cute::warpgroup_wait<0>();
-        if (chunk > 0) {
-          arrive_warp(shared.project_empty[previous_weight], lane);
-          arrive_warp(shared.hidden_empty[previous_hidden], lane);
+        char const* const rows = shared.hidden(hidden.slot) + warpgroup * R::kBlockBytes;
+        shared.operand_full[hidden.slot].wait(hidden.parity);
+        shared.project_full[weight.slot].wait(weight.parity);
+        issue<0>(acc, rows, shared.project(weight.slot));
+        cute::warpgroup_wait<1>();
+        give_back();
+        previous_weight = weight.slot, previous_hidden = -1;
+        weight.advance();
+        if constexpr (L::kHalves == 2) {
+          shared.project_full[weight.slot].wait(weight.parity);
+          issue<1>(acc, rows, shared.project(weight.slot));
+          cute::warpgroup_wait<1>();
+          give_back();
+          previous_weight = weight.slot;
+          weight.advance();
         }
         previous_hidden = hidden.slot;
         hidden.advance();
-        if (chunk + 1 < L::kChunks) {
-          shared.hidden_full[hidden.slot].wait(hidden.parity);
-          depthwise.compute(value, shared.hidden(hidden.slot), shared.taps(hidden.slot), warp);
-        }
-        shared.project_full[weight.slot].wait(weight.parity);
-        cutlass::arch::NamedBarrier::sync(L::kProjectThreads, 0);  // everybody's rows are there
-        issue(acc, rows + warpgroup * R::kBlockBytes, shared.project(weight.slot), Config::kResidual || chunk > 0);
-        previous_weight = weight.slot;
-        weight.advance();
       }
       cute::warpgroup_wait<0>();
-      arrive_warp(shared.project_empty[previous_weight], lane);
-      arrive_warp(shared.hidden_empty[previous_hidden], lane);
+      give_back();
 
       // A hidden value that is not finite, or not in its 16-bit type, leaves no sum of its position finite.
       int const q = tile.l + first;
       bool const finite = fabsf(acc[0]) < __int_as_float(0x7f800000) && fabsf(acc[2]) < __int_as_float(0x7f800000);
       if (__all_sync(0xffffffffu, finite)) {
-        store(args, acc, tile.n, q, lane);
+        store(args, acc, shared.bias(), tile.n, q, lane);
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int i = 0; i < 16 && q + i < args.w; ++i) exact_block_pixel<Config>(args, tile.n, 0, Config::kO, q + i, lane);
@@ -473,20 +526,17 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
     cute::prefetch_tma_descriptor(&expand_map);
     cute::prefetch_tma_descriptor(&project_map);
   }
-  shared.clear_tails();
+  shared.fill(args);
   __syncthreads();
-  if (warpgroup == L::kProjectWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<L::kExpandRegisters>();
-    Expand<Config>::run(args, shared);
-  } else if (warpgroup > L::kProjectWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<L::kProducerRegisters>();
-    int const thread = threadIdx.x - 128 * (L::kProjectWarpgroups + 1);
-    if (thread == 0) produce_expand<Config>(args, x_map, expand_map, shared);
-    else if (thread == 32) produce_project<Config>(args, project_map, shared);
-    else if (thread == 64) produce_taps<Config>(args, shared);
-  } else {
+  if (warpgroup < L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<L::kProjectRegisters>();
     Project<Config>::run(args, shared, warpgroup);
+  } else if (warpgroup == L::kProjectWarpgroups) {
+    cutlass::arch::warpgroup_reg_dealloc<L::kExpandRegisters>();
+    Expand<Config>::run(args, x_map, expand_map, shared);
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<L::kDepthwiseRegisters>();
+    Depthwise<Config>::run(args, project_map, shared);
   }
 }
 

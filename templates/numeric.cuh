@@ -26,8 +26,9 @@ CUTLASS_DEVICE cutlass::AlignedArray<Element, N> convert_vector(float const (&va
 
 template <class Element>
 CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
-  float const value[2] = {low, high};
-  auto const packed = convert_vector<Element>(value);
+  cutlass::Array<float, 2> source;
+  source[0] = low, source[1] = high;
+  alignas(4) cutlass::Array<Element, 2> const packed = cutlass::NumericArrayConverter<Element, float, 2>{}(source);
   return reinterpret_cast<uint32_t const&>(packed);
 }
 

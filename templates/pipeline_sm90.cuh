@@ -22,35 +22,31 @@ struct RingCursor {
   }
 };
 
-/// A K-major operand of 16-bit or 32-bit elements in rows of 128 bytes with TMA's 128-byte swizzle: 8-row groups lie 1024 bytes apart.
-CUTLASS_DEVICE uint64_t k_major_descriptor(char const* address) {
+/// Where wgmma finds an operand in shared memory, `bytes` behind `address`. `leading`, `stride`: bytes as its canonical layouts define them.
+/// Only the low word depends on the address, so that stepping through an operand is one 32-bit addition.
+template <cute::SM90::GMMA::LayoutType Layout>
+CUTLASS_DEVICE uint64_t operand_descriptor(char const* address, int leading, int stride, int bytes) {
   cute::GmmaDescriptor d;
-  d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
-  d.bitfield.leading_byte_offset_ = 1;
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;
-  d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-  return d.desc_;
+  d.desc_ = 0;
+  d.bitfield.stride_byte_offset_ = stride >> 4;
+  d.bitfield.layout_type_ = uint8_t(Layout);
+  uint32_t const low = (cute::cast_smem_ptr_to_uint(address) >> 4 | uint32_t(leading >> 4) << 16) + (bytes >> 4);
+  return d.desc_ | low;
 }
 
-/// An MN-major operand of 16-bit elements in blocks of 16 rows of the MMA: a block is [k][32 bytes] with TMA's 32-byte swizzle, and blocks lie
-/// `block_bytes` apart.
-CUTLASS_DEVICE uint64_t mn_major_descriptor(char const* address, int block_bytes) {
-  cute::GmmaDescriptor d;
-  d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
-  d.bitfield.leading_byte_offset_ = block_bytes >> 4;
-  d.bitfield.stride_byte_offset_ = 256 >> 4;  // 8 k
-  d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B32);
-  return d.desc_;
+/// K-major, elements of any size in rows of 128 bytes with TMA's 128-byte swizzle: 8-row groups lie 1024 bytes apart.
+CUTLASS_DEVICE uint64_t k_major_descriptor(char const* address, int bytes = 0) {
+  return operand_descriptor<cute::SM90::GMMA::LayoutType::B128>(address, 16, 1024, bytes);
 }
 
-/// 64 rows of the MMA of an MN-major operand of 16-bit elements: [k][128 bytes] with TMA's 128-byte swizzle.
-CUTLASS_DEVICE uint64_t mn_major_row_descriptor(char const* address) {
-  cute::GmmaDescriptor d;
-  d.bitfield.start_address_ = cute::cast_smem_ptr_to_uint(address) >> 4;
-  d.bitfield.leading_byte_offset_ = 1;  // one block of 64 rows: there is no next one
-  d.bitfield.stride_byte_offset_ = 1024 >> 4;  // 8 k
-  d.bitfield.layout_type_ = uint8_t(cute::SM90::GMMA::LayoutType::B128);
-  return d.desc_;
+/// MN-major, 16-bit, in blocks of 16 rows of the MMA: a block is [k][32 bytes] with TMA's 32-byte swizzle, and blocks lie `block_bytes` apart.
+CUTLASS_DEVICE uint64_t mn_major_descriptor(char const* address, int block_bytes, int bytes) {
+  return operand_descriptor<cute::SM90::GMMA::LayoutType::B32>(address, block_bytes, 256, bytes);
+}
+
+/// MN-major, 16-bit, 64 rows of the MMA: [k][128 bytes] with TMA's 128-byte swizzle.
+CUTLASS_DEVICE uint64_t mn_major_row_descriptor(char const* address, int bytes) {
+  return operand_descriptor<cute::SM90::GMMA::LayoutType::B128>(address, 16, 1024, bytes);
 }
 
 }  // namespace cutlass_sep

@@ -62,53 +62,55 @@ struct ToeplitzTaps {
   }
 };
 
-/// A warp's 8 channels, 128 outputs each. Lane: outputs 8 (g + 8h) + 2t + i of channel k are value[k][2h + i].
+/// A warp's 8 channels at a time, 128 outputs each. Lane: outputs 8 (g + 8h) + 2t + i of channel k are value[k][2h + i].
 template <class Config>
 struct ToeplitzDepthwise {
   using R = PositionRows<Config>;
   using T = ToeplitzTaps<Config>;
   using Value = float[8][4];
 
-  int taps[R::kMmas][2];  // bytes into the table
-  // Of the lane's row of the four 8 x 8 matrices of each MMA's A: its byte for channel 0, how far channels lie apart, what swizzles.
+  int bias, taps[R::kMmas][2];  // bytes into the table
+  // Of the lane's row of the four 8 x 8 matrices of each MMA's A: its byte for the first channel, how far channels lie apart, what swizzles.
   int row[R::kMmas], pitch[R::kMmas], swizzle[R::kMmas];
 
-  CUTLASS_DEVICE ToeplitzDepthwise(int warp, int lane) {
+  /// `channel`: the warp's first, a multiple of 8.
+  CUTLASS_DEVICE ToeplitzDepthwise(int channel, int lane) : bias(T::offset(channel, T::kBiasWord)) {
     int const g = lane / 4, t = lane % 4;
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < R::kMmas; ++m) {
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) taps[m][h] = T::offset(8 * warp, T::word_of(16 * m + 8 * h + 2 * t - g));
+      for (int h = 0; h < 2; ++h) taps[m][h] = T::offset(channel, T::word_of(16 * m + 8 * h + 2 * t - g));
       int const unit = lane % 8 + lane / 8 % 2 * 8 + lane / 16 + 2 * m;
       bool const tail = unit >= 16;
-      row[m] = R::offset(8 * warp, unit);
+      row[m] = R::offset(channel, unit);
       pitch[m] = tail ? 16 : 128;
       swizzle[m] = tail ? 0 : 0x70;
     }
   }
 
-  CUTLASS_DEVICE void compute(Value& value, char const* rows, char const* table, int warp) const {
+  /// Of the warp's channels [first, first + 8).
+  CUTLASS_DEVICE void compute(Value& value, int first, char const* rows, char const* table) const {
     using Atom = typename Config::DepthwiseAtom;
     CUTLASS_PRAGMA_UNROLL
     for (int four = 0; four < 8; four += 4) {
-      char const* const group = table + four / 4 * T::kWords * 16;
-      float bias[4];
-      load_vector<float>(bias, group + T::offset(8 * warp, T::kBiasWord));
+      char const* const group = table + (first + four) / 4 * T::kWords * 16;
+      float start[4];
+      load_vector<float>(start, group + bias);
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k)
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) value[four + k][i] = bias[k];
+        for (int i = 0; i < 4; ++i) value[four + k][i] = start[k];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < R::kMmas; ++m) {
         uint4 const low = *reinterpret_cast<uint4 const*>(group + taps[m][0]), high = *reinterpret_cast<uint4 const*>(group + taps[m][1]);
         uint32_t const b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 4; ++k) {
-          int const channel = four + k;
+          int const channel = first + four + k;
           char const* const address = rows + channel * pitch[m] + (row[m] ^ (channel << 4 & swizzle[m]));
           uint32_t a[4];
           cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), a[0], a[1], a[2], a[3]);
-          float(&d)[4] = value[channel];
+          float(&d)[4] = value[four + k];
           Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[k][0], b[k][1], d[0], d[1], d[2], d[3]);
         }
       }
