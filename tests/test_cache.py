@@ -24,6 +24,8 @@ from tiny_kernel import ARCH, SOURCE, build, forget
 from cutlass_sep import cache, compiler
 
 REPOSITORY = Path(__file__).parents[1]
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of this test's own, not yet on disk."""
