@@ -525,7 +525,10 @@ def test_compile_fullgraph(device: str):
         for loss in (y, want):
             loss.square().sum().backward()
         for got, expected in zip(tensors, others, strict=True):
-            torch.testing.assert_close(got.grad, expected.grad, rtol=0, atol=0)
+            # A GPU may add up the gradient of a bias in another order: as many roundings as it has terms, at most.
+            terms = 0 if device == "cpu" else case.n * case.l
+            bound = terms * torch.finfo(torch.float32).eps / 2 * expected.grad.abs().max().item()
+            torch.testing.assert_close(got.grad, expected.grad, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
