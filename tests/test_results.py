@@ -389,7 +389,8 @@ def test_the_planner_picks_what_was_measured(path):
     for row in data["rows"]:
         if row["impl"] != results.OWN or row.get("tuned"):
             continue
-        chosen = planner.plan(results.problem_of(row), row["arch"], row["path"] if row.get("forced") else None)
+        asked = (row["path"], row["form"]) if row.get("forced") else ()
+        chosen = planner.plan(results.problem_of(row), row["arch"], *asked)
         assert chosen.path == row["path"], row["id"]
         assert (chosen.schedule.to_json() if chosen.schedule else None) == row["schedule"], row["id"]
 
