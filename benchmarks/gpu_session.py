@@ -4,8 +4,9 @@
     python benchmarks/gpu_session.py --minutes 9 --steps tests,peers-1,layers-0
     python benchmarks/gpu_session.py --minutes 9 --kernel-list kernels.json
 
-The tests compile on every core while they run: the kernels that a rehearsal listed on any machine (`python -m pytest
-tests/gpu --rehearse --kernel-list kernels.json`), or without a list those that the tests' parameters tell.
+Every core compiles: first the kernels that a rehearsal listed on any machine (`python -m pytest tests/gpu --rehearse
+--kernel-list kernels.json`), or without a list, while the tests run, those that their parameters tell. With a list and
+pytest-xdist, several processes run the tests.
 
 Needs torch and the package's dependencies and installs nothing. Steps run in the order below, most important first,
 each under a timeout; results are added to tests/gpu/results.json and benchmarks/results/<gpu>.json.
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +35,8 @@ CASES_A_STEP = 25
 _LEAST_SECONDS = 20
 #: How long an interrupted step may take to end, in seconds.
 _GRACE_SECONDS = 15
+#: Processes that share the GPU in the tests.
+_MOST_TEST_PROCESSES = 10
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,17 @@ def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
         "--gpu-results",
         "tests/gpu/results.json",
         "--gpu-results-append",
-        "--build-ahead",
     ]
-    if kernel_list is not None:
-        tests += ["--kernel-list", str(kernel_list.resolve())]  # a step runs in ROOT
     planned = [
         Step("verify", ["cutlass_sep", "verify"], 120),
         Step("lead", bench("--suite", "lead", "--peers", "eager", "--startup"), 240),
-        Step("tests", [*tests, "tests/gpu"], 560),
     ]
+    if kernel_list is None:
+        planned.append(Step("tests", [*tests, "--build-ahead", "tests/gpu"], 560))
+    else:
+        shared = ["-n", str(min(_MOST_TEST_PROCESSES, os.cpu_count()))] if find_spec("xdist") else []
+        planned.append(Step("kernels", ["tests.gpu.builds", str(kernel_list.resolve())], 400))  # a step runs in ROOT
+        planned.append(Step("tests", [*tests, *shared, "tests/gpu"], 560))
     for i in range(len(session.LEAD_VARIANTS)):
         for name, suite in (("peers", "lead2d"), ("peers1d", "lead1d")):
             planned.append(Step(f"{name}-{i}", bench("--suite", suite, "--rows", f"{i}:{i + 1}"), 400))

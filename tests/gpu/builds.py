@@ -1,9 +1,13 @@
-"""Kernels compiled into the disk cache by a pool of processes, beside the tests."""
+"""Kernels compiled into the disk cache by a pool of processes, beside the tests or, as a program, before them:
+
+python -m tests.gpu.builds kernels.json
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -65,3 +69,16 @@ class Builds:
 def _build(source: str, arch: str, name: str) -> bool:
     """In a process of the pool; whether the cubin was there."""
     return compiler.build(source, arch, name=name).cache_hit
+
+
+def main() -> int:
+    """Compile what a rehearsal listed; 1 if a kernel could not be."""
+    builds = Builds()
+    builds.submit_saved(Path(sys.argv[1]))
+    failed = builds.finish(lambda line: print(line, flush=True))
+    print("\n".join(failed), file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

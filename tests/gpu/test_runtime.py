@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -108,7 +109,8 @@ def test_allocates_the_output_and_one_workspace(gpu, generator, problem: Problem
         call(problem, tensors)
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_stats(gpu)["reserved_bytes.all.current"] - before["reserved_bytes.all.current"]
-    assert free - torch.cuda.mem_get_info(gpu)[0] <= reserved, "memory was taken beside PyTorch's allocator"
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else other processes take memory of this GPU too
+        assert free - torch.cuda.mem_get_info(gpu)[0] <= reserved, "memory was taken beside PyTorch's allocator"
 
 
 def test_a_graph_replays_with_new_data_and_new_weights(gpu, generator, problem: Problem):
