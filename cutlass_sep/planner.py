@@ -59,13 +59,18 @@ def check_form(problem: Problem, form: str | None) -> None:
 def supports(problem: Problem, path: str, arch: str, form: str | None = None) -> Support:
     """Whether `path` has a kernel (of `form`, if given) for `problem` on `arch`, and if not, why not."""
     check_form(problem, form)
-    return rules(problem).supports(problem, path, arch, *(() if form is None else (form,)))
+    support = rules(problem).supports(problem, path, arch, *(() if form is None else (form,)))
+    if support and not candidates(problem, arch, path, form):
+        return Support(False, "no schedule of the problem that stands for this one in their choice can run it")
+    return support
 
 
 def candidates(problem: Problem, arch: str, path: str | None = None, form: str | None = None) -> list:
     """Legal schedules, of one path and form or of all, best first."""
     check_form(problem, form)
-    return rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
+    found = rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
+    # They are made for the problem's `representative`, which does not have its extents.
+    return [schedule for schedule in found if rules(problem).check(problem, schedule, arch)]
 
 
 @lru_cache(maxsize=4096)

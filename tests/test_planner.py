@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_sep import compiler, schedule
+from cutlass_sep import compiler, planner, schedule
 from cutlass_sep.bench import inputs
 from cutlass_sep.errors import Unsupported
 from cutlass_sep.estimate import torch_us
@@ -144,6 +144,15 @@ def test_every_problem_has_a_legal_plan():
             assert chosen.schedule.path == chosen.path
             assert supports(problem, chosen.path, arch), problem
             assert check(problem, chosen.schedule, arch), (problem, chosen)
+
+
+def test_a_problem_that_the_stand_in_makes_too_large_has_a_plan():
+    """Of one row and a huge stride: the row that stands for all exceeds what kernels count."""
+    problem = make(8, 8, 8, 1, 2**28, kernel=(1, 5), padding=Pads(0, 0, 0, 8), stride=(1, 40000))
+    for arch in ("sm_80", ARCH):
+        assert plan(problem, arch).path in ("torch", "portable")
+        for path in PATHS:
+            assert bool(planner.supports(problem, path, arch)) == bool(planner.candidates(problem, arch, path))
 
 
 # ---- schedules
