@@ -28,7 +28,7 @@ SHARED_BYTES = {
 
 def check(arch: str) -> str:
     """`arch` if it is one that kernels are made for, else ValueError."""
-    if arch not in ARCHS:
+    if not isinstance(arch, str) or arch not in ARCHS:
         raise ValueError(f"arch={arch!r} is not supported; it must be one of {', '.join(ARCHS)}")
     return arch
 

@@ -77,6 +77,7 @@ class Operation:
         from . import planner
 
         problem, arch = self.problem, self.arch
+        planner.check_form(problem, form)
         if schedule is not None:
             kind = planner.schedule_type(problem)
             schedule = schedule if isinstance(schedule, kind) else kind.from_json(schedule)

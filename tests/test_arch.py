@@ -34,5 +34,11 @@ def test_a_device_without_a_target(capability):
     assert not any(arch.runs_on(target, capability) for target in arch.ARCHS)
 
 
+@pytest.mark.parametrize("name", ["sm_90", "", None, 90, ["sm_90a"], {}])
+def test_what_is_no_target(name):
+    with pytest.raises(ValueError, match=r"arch=.* is not supported; it must be one of sm_80"):
+        arch.check(name)
+
+
 def test_every_target_has_its_shared_memory():
     assert list(arch.SHARED_BYTES) == list(arch.ARCHS)

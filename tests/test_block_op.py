@@ -76,6 +76,29 @@ def test_forms_that_cannot_be():
     assert pair.form is None
     with pytest.raises(ValueError, match="only the 1-D block has forms"):
         planner.plan(pair.problem, "sm_90a", form="fused")
+    with pytest.raises(ValueError, match=r"form=\['fused'\] is unknown"):
+        make(form=["fused"])
+
+
+def test_what_kernels_cannot_count_has_none():
+    """Schedules are made for a length that stands for all, which has no part in what an extent is too large for."""
+    bf16 = {"device": "meta", "dtype": torch.bfloat16}
+    one = torch.empty(1, 1, 1, **bf16)
+    longest, longer = (torch.empty(1, 1, length, **bf16) for length in (2**29, 2**29 + 8))
+    assert SeparableConvBlock1d(longest, one, one, one, arch="sm_90a").schedule is not None
+    for options in ({}, {"form": "two_kernel"}, {"path": "portable"}):
+        with pytest.raises(Unsupported, match="count in 32 bits"):
+            SeparableConvBlock1d(longer, one, one, one, arch="sm_90a", **options)
+
+
+def test_supports_agrees_with_candidates_where_the_stand_in_does_not_fit():
+    problem = make(Block(c=8, e=8, o=2**20, l=3, kernel=2, residual=False), layout="channels_last").problem
+    for path in PATHS:
+        for form in (None, *FORMS):
+            answer = cutlass_sep.supports(problem, path, "sm_90a", form)
+            assert bool(answer) == bool(planner.candidates(problem, "sm_90a", path, form))
+            assert answer or answer.reason
+    assert planner.plan(problem, "sm_90a").path in ("torch", "portable")
 
 
 def test_schedule_asked_for():
