@@ -51,7 +51,7 @@ def run(operator: Operator, tensors: tuple[Tensor | None, ...], options: tuple) 
                 parameters += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         key = (
             operator, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & _MISALIGNED, misaligned & _MISALIGNED,
-            *parameters, *options,
+            *parameters, *options, *map(type, options),  # 1 equals True and 1.0
         )  # fmt: skip
         launcher = _launchers.get(key)
     except (RuntimeError, TypeError, AttributeError):

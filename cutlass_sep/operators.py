@@ -100,6 +100,7 @@ class _Separable2d(Operator):
 
     def resolve(self, tensors: tuple, options: tuple) -> tuple:
         stride, padding, dilation, *rest = options
+        _check_names(self.options, options)
         stride, dilation = pair("stride", stride, minimum=1), pair("dilation", dilation, minimum=1)
         return stride, resolve_padding(padding, tuple(tensors[1].shape[2:]), stride, dilation), dilation, *rest
 
@@ -109,10 +110,8 @@ class _Separable2d(Operator):
 
     def y_shape(self, tensors: tuple, options: tuple) -> tuple:
         self.check(tensors, options)
-        stride, padding, dilation, mid_activation, activation, fp32_precision = options
-        check_option("mid_activation", mid_activation, ACTIVATIONS)
-        check_option("activation", activation, ACTIVATIONS)
-        check_option("fp32_precision", fp32_precision, PRECISIONS)
+        stride, padding, dilation, *_ = options
+        _check_names(self.options, options)
         x, dw_weight, pw_weight, *_ = tensors
         n, _, h, w = x.shape
         kernel = dw_weight.shape[2:]
@@ -147,6 +146,7 @@ class _Block1d(Operator):
 
     def resolve(self, tensors: tuple, options: tuple) -> tuple:
         dilation, activation, residual, fp32_precision = options
+        _check_names(self.options, options)
         check_flag("residual", residual)  # the dispatcher would take 0 and 1 too
         return single("dilation", dilation, minimum=1), activation, residual, fp32_precision
 
@@ -155,13 +155,19 @@ class _Block1d(Operator):
 
     def y_shape(self, tensors: tuple, options: tuple) -> tuple:
         self.check(tensors, options)
-        _, activation, _, fp32_precision = options
-        check_option("activation", activation, ACTIVATIONS)
-        check_option("fp32_precision", fp32_precision, PRECISIONS)
+        _check_names(self.options, options)
         x, project_weight = tensors[0], tensors[3]
         return x.shape[0], project_weight.shape[0], x.shape[2]
 
 
+def _check_names(names: tuple[str, ...], options: tuple) -> None:
+    """ValueError for an activation or a precision that there is not; torch's dispatcher would raise its own error."""
+    for name, value in zip(names, options, strict=True):
+        if name in _CHOICES:
+            check_option(name, value, _CHOICES[name])
+
+
+_CHOICES = {"mid_activation": ACTIVATIONS, "activation": ACTIVATIONS, "fp32_precision": PRECISIONS}
 SEPARABLE2D = _Separable2d()
 BLOCK1D = _Block1d()
 OPERATORS = (SEPARABLE2D, BLOCK1D)
@@ -173,7 +179,11 @@ def of(problem: Problem) -> Operator:
     return _BY_PROBLEM[type(problem)]
 
 
+#: What autocast casts; float64 stays.
+_LOWERED = (torch.float32, torch.float16, torch.bfloat16)
+
+
 def lowered(tensor: Tensor, device_type: str, dtype: torch.dtype) -> Tensor:
-    """`tensor` as autocast of `device_type` to `dtype` hands it to a convolution: float64 stays."""
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
+    """`tensor` as autocast of `device_type` to `dtype` hands it to a convolution; what none here takes stays."""
+    eligible = tensor.dtype in _LOWERED and tensor.layout == torch.strided and tensor.device.type == device_type
     return tensor.to(dtype) if eligible else tensor

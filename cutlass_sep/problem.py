@@ -308,9 +308,9 @@ class SeparableBlock1dProblem(Problem):
         return problem._aligned_as(x)
 
 
-def check_option(name: str, value: Any, allowed: tuple) -> None:
+def check_option(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
-    if value not in allowed:
+    if not (value is None or isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name}={value!r} is not supported; it must be one of {', '.join(map(repr, allowed))}")
 
 
@@ -501,14 +501,18 @@ def _check_kinds(**named) -> None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise TypeError(f"{name} must be a dense strided tensor, got layout {tensor.layout}, dtype {tensor.dtype}")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+            nested = ", nested" if tensor.is_nested else ""
+            raise TypeError(
+                f"{name} must be a dense strided tensor, got layout {tensor.layout}, dtype {tensor.dtype}{nested}"
+            )
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}; supported are {', '.join(f'torch.{d}' for d in DTYPES)}")
-        if tensor.dtype != x.dtype:
-            raise RuntimeError(f"x and {name} must have the same dtype, got {x.dtype} and {tensor.dtype}")
+        # Autocast casts what is on its device alone: there another dtype follows from another device.
         if tensor.device != x.device:
             raise RuntimeError(f"x and {name} must be on the same device, got {x.device} and {tensor.device}")
+        if tensor.dtype != x.dtype:
+            raise RuntimeError(f"x and {name} must have the same dtype, got {x.dtype} and {tensor.dtype}")
 
 
 def _check_biases(**named) -> None:

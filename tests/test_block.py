@@ -406,7 +406,9 @@ def error_cases() -> list:
         ("activation", ValueError, "activation", four, {"activation": "GELU"}),
         ("residual", ValueError, "residual", four, {"residual": "yes"}),
         ("residual_none", ValueError, "residual", four, {"residual": None}),
+        ("activation_is_a_number", ValueError, "activation=3", four, {"activation": 3}),
         ("precision", ValueError, "fp32_precision", four, {"fp32_precision": "high"}),
+        ("precision_none", ValueError, "fp32_precision=None", four, {"fp32_precision": None}),
         ("no_length", RuntimeError, "length", (z(2, 4, 0), expand, dw, project), {}),
         ("no_channels", RuntimeError, "channel", (z(2, 0, 9), z(8, 0, 1), dw, z(0, 8, 1)), {}),
     ]
@@ -423,8 +425,8 @@ def test_errors_name_the_argument(name: str, how: str):
         tensors = tuple(
             t.clone().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors
         )
-    if how == "autocast" and name in ("dtype", "device"):
-        pytest.skip("autocast casts to one dtype; it leaves what is on another device alone")
+    if how == "autocast" and name == "dtype":
+        pytest.skip("autocast casts to one dtype")
     if how == "compiled" and name == "sparse":
         pytest.skip("torch.compile refuses it first")
     if how == "compiled":
@@ -438,6 +440,24 @@ def test_errors_name_the_argument(name: str, how: str):
         with pytest.raises(error, match=match):
             run(*tensors, **options)
     assert not dispatch._launchers
+
+
+def test_errors_do_not_depend_on_earlier_calls():
+    """1 equals True and 1.0, also as a key of a table."""
+    tensors = Block().tensors()
+    run_block(*tensors, dilation=1, residual=True)
+    for options in ({"dilation": True}, {"dilation": 1.0}, {"residual": 1}, {"residual": 1.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            run_block(*tensors, **options)
+
+
+def test_autocast_casts_no_type_that_no_convolution_takes():
+    tensors = Block(residual=False).tensors()
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(TypeError, match="x has dtype torch.float8_e4m3fn"):
+            run_block(*(t.to(torch.float8_e4m3fn) for t in tensors), residual=False)
+        with pytest.raises(TypeError, match="x must be a dense strided tensor, got layout torch._mkldnn"):
+            run_block(tensors[0].to_mkldnn(), *tensors[1:])
 
 
 def test_a_tuple_of_one_is_a_dilation_as_nn_conv1d_keeps_it(device: str):

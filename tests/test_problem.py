@@ -261,3 +261,18 @@ def test_every_table_has_every_activation():
         assert set(table) == names
     check = (source.templates() / "standalone" / "check.py.j2").read_text()
     assert [name for name in names - {None} if f'    "{name}": ' not in check] == []
+
+
+def test_options_are_names():
+    tensors = Block().tensors()
+    for value in (3, False, ["gelu"], np.array(["gelu", "relu"]), torch.nn.GELU(), torch.zeros(2)):
+        with pytest.raises(ValueError, match="activation=.* is not supported"):
+            SeparableBlock1dProblem.from_tensors(*tensors, activation=value)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused():
+    x, *parameters = Block().tensors()
+    nested = torch.nested.nested_tensor([x[0], x[1, :, :9]])
+    with pytest.raises(TypeError, match="x must be a dense strided tensor, got .* nested"):
+        SeparableBlock1dProblem.from_tensors(nested, *parameters)
