@@ -299,6 +299,12 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
             return Support(False, f"{name}={value!r} must be an integer of at least {least[name]}")
     if schedule.tile.tile_oc not in FUSED_TILE_OCS:
         return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
+    # The project warpgroups give a half back when they have issued the next one, for which the depthwise warpgroup asks
+    # only when there is room for both of its chunk: with fewer slots they wait for each other.
+    halves = FusedGeometry(problem, schedule.tile).halves
+    if schedule.tile.project_slots <= halves:
+        reason = f"must be more than the {halves} that a chunk of {schedule.tile.tile_oc} output channels takes"
+        return Support(False, f"project_slots={schedule.tile.project_slots} {reason}")
     shared_bytes = FusedGeometry(problem, schedule.tile).shared_bytes
     if shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")

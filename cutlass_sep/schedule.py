@@ -460,6 +460,9 @@ def _malformed(schedule: Schedule) -> str | None:
     if schedule.warps_q not in (1, 2, 4):
         return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
     if schedule.path == "portable":
+        for name in ("row_slots", "weight_slots", "staging_groups"):
+            if getattr(schedule, name) != 1:
+                return f"{name}={getattr(schedule, name)} must be 1: path portable has no rings"
         if schedule.side_by_side:
             return "side_by_side=True: on path portable the warps' tiles are arranged by warps_q alone"
         # More threads than PORTABLE_REGISTERS of each leave room for do not fit into a multiprocessor.
@@ -547,7 +550,8 @@ def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
     taps = [(k - 1) * d + 1 for k, d in zip(problem.kernel, problem.dilation, strict=True)]
     pads = problem.padding.top + problem.padding.bottom, problem.padding.left + problem.padding.right
     extents = (1, extent * extent) if is_one_row(problem) else (extent, extent)
-    h, w = (max((extents[i] - 1) * problem.stride[i] + taps[i] - pads[i], 1) for i in range(2))
+    sizes = ((extents[i] - 1) * problem.stride[i] + taps[i] - pads[i] for i in range(2))
+    h, w = (min(max(size, 1), MAX_EXTENT) for size in sizes)
     return replace(problem, n=32, h=h, w=w, alignment=MAX_ALIGNMENT if aligned else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -115,6 +116,26 @@ def test_schedule_asked_for():
         make(schedule=other, arch="sm_80")
     with pytest.raises(ValueError, match="path='sm100'"):
         make(path="sm100")
+
+
+@pytest.mark.parametrize(
+    ("slots", "part"),
+    [
+        ({"project_slots": 2}, "project_slots=2 must be more than the 2 that a chunk of 256 output channels takes"),
+        ({"hidden_slots": 2}, "hidden_slots=2 must be an integer of at least 3"),
+        ({"expand_slots": 1}, "expand_slots=1 must be an integer of at least 2"),
+        ({"expand_slots": True}, "expand_slots=True must be an integer"),
+        ({"tile_oc": 192}, "tile_oc=192 must be an integer of at least 256"),
+        ({"tile_oc": "wide"}, "tile_oc='wide' must be an integer"),
+        ({"hidden_slots": 40}, "bytes of shared memory"),
+    ],
+)
+def test_rings_that_would_not_turn(slots: dict, part: str):
+    made = make(dtype=torch.bfloat16, form="fused")
+    with pytest.raises(Unsupported, match=re.escape(part)):
+        make(dtype=torch.bfloat16, schedule=made.schedule.to_json() | {"tile": made.schedule.tile.to_json() | slots})
+    three = made.schedule.to_json() | {"tile": made.schedule.tile.to_json() | {"project_slots": 3}}
+    assert make(dtype=torch.bfloat16, schedule=three).schedule.tile.project_slots == 3
 
 
 def test_nothing_falls_back():
