@@ -115,6 +115,10 @@ class Operation:
             tiles.setdefault(tile_key(tile), tile)
         return list(tiles.values())
 
+    def __repr__(self) -> str:
+        form = "" if self.form is None else f", form={self.form!r}"
+        return f"{type(self).__name__}({self.problem}, path={self.path!r}{form}, arch={self.arch!r})"
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is loaded on a device stays with this op."""
         return self.__dict__ | {"_kernel": None, "_capable": set()}

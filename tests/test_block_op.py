@@ -45,6 +45,13 @@ def test_emits_from_meta_tensors():
     assert made.source == make().source
 
 
+def test_repr_says_what_runs():
+    made = make(dtype=torch.bfloat16)
+    text = repr(made)
+    assert text.startswith("SeparableConvBlock1d(SeparableBlock1dProblem(n=32, c=256, l=4096, e=512,")
+    assert text.endswith("path='sm90', form='fused', arch='sm_90a')")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_form_asked_for(dtype: torch.dtype):
     problem = make(dtype=dtype).problem
