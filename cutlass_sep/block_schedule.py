@@ -15,7 +15,7 @@ from . import arch as archs
 from . import estimate as estimates
 from . import schedule as separable
 from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem
-from .schedule import PATHS, Schedule, Support
+from .schedule import PATHS, Schedule, Support, round_up
 
 if TYPE_CHECKING:
     from cutlass_library import MathInstruction, TileDescription
@@ -133,7 +133,7 @@ class FusedGeometry:
     @property
     def positions(self) -> int:
         """Positions of the window, columns of the first GEMM."""
-        return _round_up(self.phase + FUSED_TILE + self.halo, 8 if self.channels_last else 16)
+        return round_up(self.phase + FUSED_TILE + self.halo, 8 if self.channels_last else 16)
 
     @property
     def expand_atoms(self) -> int:
@@ -169,8 +169,8 @@ class FusedGeometry:
         """Dynamic shared memory of the kernel."""
         t = self.tile
         rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
-        hidden = t.hidden_slots * _round_up(rows + self.taps_bytes, 1024)
-        x = _round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
+        hidden = t.hidden_slots * round_up(rows + self.taps_bytes, 1024)
+        x = round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
         project = t.project_slots * t.tile_oc // self.halves * 128
         return x + t.expand_slots * 64 * 128 + project + hidden + t.tile_oc * 4 + barriers
@@ -183,10 +183,6 @@ class FusedGeometry:
     def tiles(self) -> int:
         """Work items of a launch."""
         return self.problem.n * -(-self.problem.l // FUSED_TILE)
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def representative(problem: SeparableBlock1dProblem) -> SeparableBlock1dProblem:

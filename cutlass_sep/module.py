@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
@@ -12,7 +14,7 @@ from .problem import ACTIVATIONS, PRECISIONS, check_flag, check_option, is_integ
 from .reference import activate
 
 
-class SeparableModule(nn.Module):
+class SeparableModule(nn.Module, ABC):
     """What the modules have in common: children that are plain convolutions, read or called at each call."""
 
     #: The operator that stands for the children while they fit it.
@@ -27,13 +29,13 @@ class SeparableModule(nn.Module):
         arguments, options = self.call(x)
         return getattr(functional, self.operator.name)(*arguments, **options)
 
+    @abstractmethod
     def plain(self, x: Tensor) -> Tensor:
         """y of x by calling the children."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, x: Tensor) -> tuple[tuple, dict]:
         """Arguments of the function that forward(x) stands for while `plain_reason()` is None."""
-        raise NotImplementedError
 
     def plain_reason(self) -> str | None:
         """Why forward() calls the children one by one, or None if it does not."""
@@ -44,9 +46,9 @@ class SeparableModule(nn.Module):
                 return f"a child carries hooks, parametrizations or another class than nn.{convolution.__name__}"
         return self._misfit(*children)
 
+    @abstractmethod
     def _misfit(self, *children: nn.Module) -> str | None:
         """Why bare children, in their order, do not fit the operator; None if they do."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         # The other options are in the children's own.

@@ -6,6 +6,7 @@ This is the first step of problem -> schedule -> source -> cubin -> kernel -> op
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
@@ -33,7 +34,7 @@ class Pads(NamedTuple):
     right: int
 
 
-class Problem:
+class Problem(ABC):
     """What the problems of all operators have in common; each is a frozen dataclass of its own."""
 
     #: Short name of the operator, as in results and on the command line.
@@ -52,14 +53,14 @@ class Problem:
         return DTYPES[self.dtype]
 
     @property
+    @abstractmethod
     def y_shape(self) -> tuple[int, ...]:
         """Shape of y, batched."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def pitches(self) -> tuple[int, ...]:
         """Elements from one run of memory of x and of y to the next: the extents of their innermost dimension."""
-        raise NotImplementedError
 
     def to_json(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

@@ -236,8 +236,8 @@ class Geometry:
     @property
     def row_bytes(self) -> int:
         if self.channels_last:
-            return self.atoms * _round_up(self.columns * 128, 1024)
-        return _round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
+            return self.atoms * round_up(self.columns * 128, 1024)
+        return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
 
     @property
     def atoms(self) -> int:
@@ -247,13 +247,13 @@ class Geometry:
     @property
     def stage_bytes(self) -> int:
         """Packed weights of one pass (templates/pack_weights.cuh)."""
-        return _round_up(self.pointwise_weight_bytes + self.depthwise_weight_bytes, 1024)
+        return round_up(self.pointwise_weight_bytes + self.depthwise_weight_bytes, 1024)
 
     @property
     def pointwise_weight_bytes(self) -> int:
         """Pointwise weights of one pass, as MMA operands."""
         operand_size = 2 if self.split else self.problem.element_size
-        return _round_up(self.schedule.slot_channels * operand_size, 128) * self.parts * self.schedule.tile_oc
+        return round_up(self.schedule.slot_channels * operand_size, 128) * self.parts * self.schedule.tile_oc
 
     @property
     def depthwise_weight_bytes(self) -> int:
@@ -272,7 +272,7 @@ class Geometry:
         stages = self.oc_tiles * self.chunks
         channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, scale of the split form
         flags = self.pack_blocks * 4 if self.split else 0
-        return _round_up(stages * self.stage_bytes + channels + flags, 256)
+        return round_up(stages * self.stage_bytes + channels + flags, 256)
 
     @property
     def pack_blocks(self) -> int:
@@ -302,7 +302,7 @@ class Geometry:
     @property
     def staging_bytes(self) -> int:
         rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
-        group = blocks * _round_up(rows * self.store_bytes, 1024)
+        group = blocks * round_up(rows * self.store_bytes, 1024)
         return 4 * self.schedule.warpgroups * self.schedule.staging_groups * group
 
     @property
@@ -343,7 +343,7 @@ class Geometry:
     @property
     def resident_blocks(self) -> int:
         """portable: blocks that one multiprocessor should hold at a time; the compiler gets it as the launch bound."""
-        by_registers = 65536 // (self.threads * _round_up(self.registers, 8))
+        by_registers = 65536 // (self.threads * round_up(self.registers, 8))
         by_shared = (max(archs.SHARED_BYTES.values()) + 1024) // (self.shared_bytes + 1024)
         return max(1, min(by_registers, by_shared, 2048 // self.threads))
 
@@ -365,7 +365,8 @@ class Geometry:
         return accumulators + values + fragments + scaling + window + taps + 40
 
 
-def _round_up(value: int, unit: int) -> int:
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is no less than `value`."""
     return -(-value // unit) * unit
 
 
@@ -486,7 +487,7 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         yield from _enumerate_portable(problem, arch)
         return
     atom = 128 // problem.element_size
-    padded = _round_up(problem.c, atom)
+    padded = round_up(problem.c, atom)
     slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
     one_row = is_one_row(problem)
     shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4,) if one_row else (4, 2, 1), (2, 3, 1))
