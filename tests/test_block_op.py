@@ -52,6 +52,15 @@ def test_repr_says_what_runs():
     assert text.endswith("path='sm90', form='fused', arch='sm_90a')")
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_two_kernels_mark_hidden_values_that_fp16_cannot_hold(path: str):
+    source = {t: make(dtype=t, form="two_kernel", path=path).source for t in (torch.float16, torch.bfloat16)}
+    assert source[torch.float16].count("cutlass_sep::HalfOrNan<Element>;") == 1
+    assert source[torch.float16].count("kExpandC = 256;") == 1  # the project kernel can start from x again
+    assert "cutlass_sep::HalfOrNan<Element>;" not in source[torch.bfloat16]
+    assert source[torch.bfloat16].count("kExpandC = 0;") == 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_form_asked_for(dtype: torch.dtype):
     problem = make(dtype=dtype).problem

@@ -15,6 +15,7 @@ from cutlass_sep.problem import Pads, SeparableConv2dProblem
 from cutlass_sep.schedule import (
     PATHS,
     PORTABLE_CANDIDATES,
+    WIDE_MAP,
     Geometry,
     Schedule,
     candidates,
@@ -51,6 +52,20 @@ RANDOM = [random_problem(random.Random(seed)) for seed in range(150)]
 
 
 # ---- what is supported
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_maps_of_one_row_have_tiles_along_it(layout: str):
+    row = replace(problem_of(LEAD, "bf16", layout), h=1, w=4096, kernel=(1, 9), padding=Pads(0, 0, 4, 4), c=256, o=256)
+    stand_in = representative(row)
+    assert (stand_in.h, stand_in.p, stand_in.q) == (1, 1, WIDE_MAP**2)
+    assert stand_in == representative(replace(row, n=7, w=8000))
+    for schedule in candidates(row, "sm_90a", "sm90"):
+        assert (schedule.warps_q, schedule.side_by_side) == (4, schedule.warpgroups > 1)
+        geometry = Geometry(row, schedule)
+        assert (geometry.item_q, geometry.tiles_down) == (geometry.tile_q * schedule.warpgroups, 1)
+    square = candidates(problem_of(LEAD, "bf16", layout), "sm_90a", "sm90")
+    assert not any(schedule.side_by_side for schedule in square)
 
 
 def test_portable_supports_everything_everywhere():
