@@ -39,20 +39,27 @@ def measure(device: torch.device) -> dict[str, float]:
 
 
 def floor(problem: Problem, ceilings: dict[str, float]) -> tuple[float, str]:
-    """(milliseconds, "bytes" | "tensor"): the least time at the copy and matrix-product rates measured.
-
-    Tensor work is the matrix products, one pass of them; for "ieee" three passes, of TF32 halves, in the block of fp16
-    halves.
-    """
-    p = problem
-    block = p.op == "sepblock1d"
-    bytes_ms = p.bytes / ceilings["copy_TBps"] / 1e9
-    unit, passes = {"float16": ("fp16", 1), "bfloat16": ("bf16", 1)}.get(p.dtype, ("tf32", 1))
-    if p.fp32_precision == "ieee":
-        unit, passes = "fp16" if block else "tf32", 3
-    flops = passes * (2 * p.n * p.l * p.e * (p.c + p.o) if block else 2 * p.n * p.p * p.q * p.c * p.o)
-    tensor_ms = flops / ceilings[f"{unit}_TFLOPS"] / 1e9
+    """(milliseconds, "bytes" | "tensor"): the least time at the copy and matrix-product rates measured."""
+    bytes_ms = problem.bytes / ceilings["copy_TBps"] / 1e9
+    unit, passes = tensor_rate(problem)
+    tensor_ms = passes * matrix_flops(problem) / ceilings[f"{unit}_TFLOPS"] / 1e9
     return (bytes_ms, "bytes") if bytes_ms >= tensor_ms else (tensor_ms, "tensor")
+
+
+def tensor_rate(problem: Problem) -> tuple[str, int]:
+    """(name of the rate in the ceilings, passes) of the floor's matrix products.
+
+    One pass; for "ieee" three passes, of TF32 halves, in the block of fp16 halves.
+    """
+    if problem.fp32_precision == "ieee":
+        return "fp16" if problem.op == "sepblock1d" else "tf32", 3
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(problem.dtype, "tf32"), 1
+
+
+def matrix_flops(problem: Problem) -> int:
+    """Multiplies and adds of the matrix products, one pass of them; the depthwise convolution is not among them."""
+    p = problem
+    return 2 * p.n * p.l * p.e * (p.c + p.o) if p.op == "sepblock1d" else 2 * p.n * p.p * p.q * p.c * p.o
 
 
 def check_possible(what: str, problem: Problem, median_ms: float, ceilings: dict[str, float]) -> None:

@@ -15,6 +15,8 @@ from .inputs import padding_argument
 
 #: Implementations that can be measured beside cutlass_sep, by the name in a results row.
 PEERS = ("eager", "compile", "compile-max-autotune")
+#: What two results rows must have in common to be compared.
+ALIKE = ("id", "op", "shape", "dtype", "fp32_precision", "timing")
 
 
 class Unfair(RuntimeError):
@@ -46,7 +48,7 @@ def flags(fp32_precision: str | None) -> Iterator[None]:
 
 def comparable(row: dict[str, Any], peer: dict[str, Any]) -> None:
     """Raise Unfair unless two results rows are of the same computation at the same precision, timed the same way."""
-    for field in ("id", "op", "shape", "dtype", "fp32_precision", "timing"):
+    for field in ALIKE:
         if row[field] != peer[field]:
             raise Unfair(
                 f"{row['impl']} and {peer['impl']} cannot be compared: {field} is {row[field]!r} and {peer[field]!r}"
