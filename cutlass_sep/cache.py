@@ -36,6 +36,8 @@ CAP_BYTES = 1 << 30
 LOCK_WAIT_SECONDS = 120.0
 #: Temporary and lock files older than this are left over from a killed process, in seconds.
 STALE_SECONDS = 600.0
+#: What to do where the folder cannot be used.
+REMEDY = "set CUTLASS_SEP_CACHE_DIR to a folder of your own"
 
 _MAGIC = b"CSEPENT1"
 _FOOTER_BYTES = 32 + 8 + len(_MAGIC)
@@ -92,7 +94,7 @@ class Store:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self._usable: bool | None = None  # None: not looked at yet
-        self._writable = True
+        self._why_not_kept: str | None = None  # set by the first failure to write
         self._warning = threading.Lock()
 
     def path(self, key: str, name: str, suffix: str = ".cubin") -> Path | None:
@@ -161,15 +163,25 @@ class Store:
         return sorted(entries, key=lambda entry: -entry.last_used)
 
     def info(self) -> dict[str, Any]:
-        """{"path", "entries" (kernels), "bytes" (all files kept), "cap_bytes", "usable" (may be read and written)}."""
+        """{"path", "entries" (kernels), "bytes" (all files kept), "cap_bytes", "usable" (kernels are kept), "reason"
+        (why they are not, else None)}.
+        """
+        reason = self.why_not_kept()
         files = self._files(_ENTRY_SUFFIXES)
         return {
             "path": str(self.folder) if self.folder else None,
             "entries": sum(path.suffix == ".cubin" for path, _ in files),
             "bytes": sum(stat.st_size for _, stat in files),
             "cap_bytes": CAP_BYTES,
-            "usable": self._check_folder() and self._writable and _may_write(self.folder),
+            "usable": reason is None,
+            "reason": reason,
         }
+
+    def why_not_kept(self) -> str | None:
+        """Why a kernel that is built now would not be kept, or None. Tries it, for permissions alone do not tell."""
+        if self._check_folder() and self._why_not_kept is None:
+            return _why_not_writable(self.folder)
+        return self._why_not_kept
 
     def clear(self) -> dict[str, int]:
         """Remove every entry, and what killed processes left. {"entries", "bytes"} removed."""
@@ -195,24 +207,26 @@ class Store:
 
     def _prepare_folder(self) -> bool:
         """Create the folder if need be; whether it may be written."""
-        if self.folder is None or not self._check_folder() or not self._writable:
+        if self.folder is None or not self._check_folder() or self._why_not_kept is not None:
             return False
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             self._give_up(error)
-        return self._writable
+        return self._why_not_kept is None
 
     def _give_up(self, reason: object) -> None:
         """Stop writing, with one warning."""
         with self._warning:
-            first, self._writable = self._writable, False
+            first = self._why_not_kept is None
+            if first:
+                self._why_not_kept = str(reason)
         if first:
             logger.warning(
-                "kernels are cached in memory only: the cache folder %s cannot be used (%s). "
-                "Set CUTLASS_SEP_CACHE_DIR to a folder of your own to keep them.",
+                "kernels are cached in memory only: the cache folder %s cannot be used (%s); to keep them, %s",
                 self.folder or "",
                 reason,
+                REMEDY,
             )
 
     def _write(self, path: Path, data: bytes) -> bool:
@@ -291,11 +305,15 @@ def _why_unusable(folder: Path | None) -> object:
     return None if os.access(folder, os.R_OK | os.X_OK) else "it may not be read"
 
 
-def _may_write(folder: Path | None) -> bool:
-    """Whether the folder, or the nearest existing one above it, may be written."""
-    while folder is not None and not folder.exists():
+def _why_not_writable(folder: Path) -> str | None:
+    """Why nothing can be made in the folder, or in the nearest existing one above it; None if it can."""
+    while not folder.exists():
         folder = folder.parent
-    return folder is not None and os.access(folder, os.W_OK | os.X_OK)
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".", suffix=".tmp", dir=folder))
+    except OSError as error:
+        return f"nothing can be made in {folder}: {error.strerror}"
+    return None
 
 
 def _encode(payload: bytes, header: dict[str, Any]) -> bytes:

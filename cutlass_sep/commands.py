@@ -19,7 +19,7 @@ from .bench import accuracy, ceilings, environment, inputs, results, runner, ses
 from .bench.inputs import BlockTensors, Case, Tensors
 from .block_schedule import FORMS
 from .cli import ENVIRONMENT, FAILED, OK, UsageError
-from .console import Output
+from .console import Output, counted
 from .errors import EnvironmentProblem
 from .op import Operation
 from .planner import plan
@@ -74,6 +74,8 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
     if args.output is not None:
         _write(args.output, built.source.encode())
         data["output"] = str(args.output)
+        lines = counted(len(built.source.splitlines()), "line")
+        output.say(f"wrote {args.output}: {lines} of CUDA C++, {_choice(built)} for {built.arch}")
     if args.project is not None:
         from . import emit as emission
 
@@ -134,7 +136,8 @@ def cache_info(args: argparse.Namespace, output: Output) -> Answer:
     """Where the cache lies and how full it is."""
     about = cache.store().info()
     for name, value in about.items():
-        output.say(f"{name:10} {value}")
+        if value is not None:
+            output.say(f"{name:10} {value}")
     return OK, {"gpu": _gpu()} | about
 
 
@@ -145,7 +148,7 @@ def cache_list(args: argparse.Namespace, output: Output) -> Answer:
         (entry.name, entry.key[:16], entry.bytes, time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.last_used)))
         for entry in entries
     ]
-    output.table(f"{len(entries)} kernels", ("name", "key", "bytes", "last used"), rows)
+    output.table(counted(len(entries), "kernel"), ("name", "key", "bytes", "last used"), rows)
     listed = [
         {"name": entry.name, "key": entry.key, "path": entry.path, "bytes": entry.bytes, "last_used": entry.last_used}
         for entry in entries
@@ -156,7 +159,7 @@ def cache_list(args: argparse.Namespace, output: Output) -> Answer:
 def cache_clear(args: argparse.Namespace, output: Output) -> Answer:
     """Empty the cache."""
     removed = cache.store().clear()
-    output.say(f"removed {removed['entries']} kernels, {removed['bytes']} bytes")
+    output.say(f"removed {counted(removed['entries'], 'kernel')}, {counted(removed['bytes'], 'byte')}")
     return OK, {"gpu": _gpu(), "removed": removed}
 
 
@@ -166,6 +169,7 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
         target, problems = (one := _op(args)).arch, [one.problem]
     else:
         target, problems = _arch(args), [case.problem for case in _layer_cases(args.layers, args)]
+    _require_cache()
     built, skipped = [], []
     with output.working(f"compiling for {target}", total=len(problems)) as advance:
         for problem in problems:
@@ -177,9 +181,11 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
                 kernel = kernels.make(problem, chosen.schedule, target)
                 built.append({"name": kernel.name, "key": kernel.cubin.key, "cache_hit": kernel.cubin.cache_hit})
             advance()
+    _require_cache()  # a full disk shows only now
     hits = sum(entry["cache_hit"] for entry in built)
     output.say(
-        f"{len(built)} kernels for {target}: {len(built) - hits} built, {hits} were there; {len(skipped)} need none"
+        f"{counted(len(built), 'kernel')} for {target}: {len(built) - hits} built, {hits} there before; "
+        f"{counted(len(skipped), 'problem')} on path torch"
     )
     return OK, {"gpu": _gpu(), "arch": target, "kernels": built, "skipped": skipped}
 
@@ -190,7 +196,7 @@ def doctor(args: argparse.Namespace, output: Output) -> Answer:
     marks = {True: "ok", None: "--", False: "MISSING"}
     for check in checks:
         output.say(f"{marks[check.ok]:8}{check.name:16}{check.detail}")
-        if check.ok is False and check.remedy:
+        if check.ok is not True and check.remedy:
             output.say(f"{'':24}remedy: {check.remedy}")
     right = examination.healthy(checks)
     return OK if right else ENVIRONMENT, {"gpu": _gpu(), "ok": right, "checks": [check.to_json() for check in checks]}
@@ -470,3 +476,13 @@ def _require_device(command: str) -> torch.device:
     if device is None:
         raise EnvironmentProblem(f"{command} runs kernels and needs an NVIDIA GPU; torch {torch.__version__} sees none")
     return device
+
+
+def _require_cache() -> None:
+    """EnvironmentProblem unless kernels that are built are kept on disk."""
+    store = cache.store()
+    if (reason := store.why_not_kept()) is not None:
+        raise EnvironmentProblem(
+            f"cache warm would keep nothing: the cache folder {store.folder or ''} cannot be used ({reason}); "
+            f"{cache.REMEDY}"
+        )

@@ -13,6 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 
+def counted(count: int, noun: str) -> str:
+    """The count and the noun, which takes an s: 1 kernel, 2 kernels."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class Output:
     """Text, tables and progress bars of one command."""
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import arch, cache, compiler, source, toolchain
+from .console import counted
 from .errors import EnvironmentProblem
 
 #: A translation unit that needs every header tree: CUTLASS, CUDA and CCCL.
@@ -76,10 +77,12 @@ def _gpu() -> Check:
 
 def _cache() -> Check:
     about = cache.store().info()
-    detail = f"{about['path']}, {about['entries']} kernels, {about['bytes']} of {about['cap_bytes']} bytes"
-    # Kernels are then cached in memory only: slower starts, nothing wrong.
-    remedy = "set CUTLASS_SEP_CACHE_DIR to a folder of your own"
-    return Check("cache", True if about["usable"] else None, detail, remedy)
+    if not about["usable"]:
+        # Slower starts, nothing wrong.
+        detail = f"kernels are cached in memory only, {about['path'] or 'no folder'} cannot be used ({about['reason']})"
+        return Check("cache", None, detail, cache.REMEDY)
+    kept = counted(about["entries"], "kernel")
+    return Check("cache", True, f"{about['path']}, {kept}, {about['bytes']} of {about['cap_bytes']} bytes")
 
 
 def _compile() -> str:

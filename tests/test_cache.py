@@ -374,6 +374,28 @@ def test_there_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     assert os.listdir(tmp_path) == []
 
 
+def test_why_nothing_would_be_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache.Store(folder).why_not_kept() is None
+    assert not folder.parent.exists(), "looking makes no folder that stays"
+    # Root may write there by its permissions alone.
+    reason = cache.Store(Path("/proc/parents/cache")).why_not_kept()
+    assert reason == "nothing can be made in /proc: No such file or directory"
+    folder.parent.mkdir()
+    folder.write_text("mine")
+    info = cache.Store(folder).info()
+    assert (info["usable"], info["reason"]) == (False, "it is not a folder")
+    folder.unlink()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = cache.Store(folder)
+    monkeypatch.setattr(os, "fsync", full)
+    store.save("ab" * 32, "name", b"payload", {})
+    assert store.why_not_kept() == "[Errno 28] No space left on device"
+    assert os.listdir(folder) == []
+
+
 def test_home_is_put_for_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", "~/kernels")
@@ -508,6 +530,7 @@ def test_info_list_and_clear(folder: Path) -> None:
         "bytes": 0,
         "cap_bytes": 1 << 30,
         "usable": True,
+        "reason": None,
     }
     assert cache.store().list_entries() == []
     first, second = build(), build(SOURCE + "//2")

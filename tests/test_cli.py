@@ -1,6 +1,7 @@
 """The command line: exit status, what goes to stdout, and one clear sentence for each wrong use."""
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -67,7 +68,8 @@ def test_emit_prints_the_source_and_nothing_else(run):
 def test_emit_to_a_file_and_as_json(run, run_json, tmp_path):
     path = tmp_path / "kernel.cu"
     status, out, _ = run("emit", *SMALL, "--output", str(path))
-    assert (status, out) == (0, "")
+    lines = path.read_text().count("\n")
+    assert (status, out) == (0, f"wrote {path}: {lines} lines of CUDA C++, path sm90 for sm_90a\n")
     status, data = run_json("emit", *SMALL)
     assert status == 0
     assert data["source"] == path.read_text()
@@ -186,6 +188,40 @@ def test_cache_commands(run_json, tmp_path):
     status, cleared = run_json("cache", "clear")
     assert (status, cleared["removed"]["entries"]) == (0, 1)
     assert run_json("cache", "list")[1]["entries"] == []
+
+
+def test_a_cache_that_keeps_nothing_is_said(run, run_json, monkeypatch):
+    # Root may write there by its permissions alone.
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", "/proc/x")
+    monkeypatch.setattr(commands.kernels, "make", lambda *args: pytest.fail("compiled"))
+    reason = "nothing can be made in /proc: No such file or directory"
+    status, data = run_json("cache", "info")
+    assert (status, data["usable"], data["reason"]) == (0, False, reason)
+    assert reason in run("cache", "info")[1]
+    status, out, err = run("cache", "warm", *SMALL)
+    assert (status, out) == (3, "") and reason in err and "CUTLASS_SEP_CACHE_DIR" in err
+    status, data = run_json("cache", "warm", *SMALL)
+    assert (status, data["error"]) == (3, "EnvironmentProblem")
+    status, out, _ = run("doctor")
+    assert status == 0 and reason in out and "remedy: set CUTLASS_SEP_CACHE_DIR" in out
+
+
+def test_cache_warm_fails_if_the_disk_fills_up_meanwhile(run, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    status, out, err = run("cache", "warm", *SMALL)
+    assert (status, out) == (3, "") and "No space left on device" in err
+
+
+def test_one_of_a_thing_has_no_plural(run):
+    assert "1 kernel for sm_90a: 1 built, 0 there before; 0 problems on path torch" in run("cache", "warm", *SMALL)[1]
+    assert "0 built, 1 there before" in run("cache", "warm", *SMALL)[1]
+    assert run("cache", "list")[1].split("\n")[0].rstrip() == "1 kernel"
+    assert "/cache, 1 kernel, " in run("doctor")[1]
+    assert run("cache", "clear")[1].startswith("removed 2 kernels, "), "doctor's is there too"
+    assert run("cache", "clear")[1] == "removed 0 kernels, 0 bytes\n"
 
 
 def layer(**fields) -> dict:
