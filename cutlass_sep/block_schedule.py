@@ -208,11 +208,17 @@ def supports(problem: SeparableBlock1dProblem, path: str, arch: str, form: str |
     if form == "fused":
         return _supports_fused(problem, path, arch)
     for name, half in (("expand", problem.expand), ("project", problem.project)):
-        if not (support := separable.supports(half, path, arch)):
+        if not (support := separable.supports(half, path, arch, _rows(problem))):
             if form is None and _supports_fused(problem, path, arch):
                 return Support(True)
             return Support(False, f"kernel {name}: {support.reason}")
     return Support(True)
+
+
+def _rows(problem: SeparableBlock1dProblem) -> dict[str, int]:
+    """Extents of the innermost dimensions of x, of the hidden channels and of y, by letter."""
+    p = problem
+    return {"C": p.c, "E": p.e, "O": p.o} if p.layout == "channels_last" else {"L": p.l}
 
 
 def _supports_fused(problem: SeparableBlock1dProblem, path: str, arch: str) -> Support:
@@ -231,8 +237,7 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     if p.element_size != 2:
         return f"the fused form takes 16-bit tensors, not {p.dtype}"
     if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8:
-        inner = "C, E and O" if p.layout == "channels_last" else "C, E and L"
-        return f"TMA needs 16-byte aligned tensors and rows: {inner} times {p.element_size} bytes, addresses"
+        return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
     if p.o > FUSED_TILE_OCS[-1]:
         return f"{p.o} output channels exceed the {FUSED_TILE_OCS[-1]} whose sums the registers hold"
     geometry = FusedGeometry(p, _least_tile(p))
@@ -281,7 +286,7 @@ def check(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: str) 
         part = getattr(schedule, name)
         if part.path != schedule.path:
             return Support(False, f"kernel {name} is scheduled for path {part.path}, the block for {schedule.path}")
-        if not (support := separable.check(half, part, arch)):
+        if not (support := separable.check(half, part, arch, _rows(problem))):
             return Support(False, f"kernel {name}: {support.reason}")
     return Support(True)
 

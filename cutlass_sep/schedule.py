@@ -9,6 +9,7 @@ asserts that both agree.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
 from . import estimate as estimates
-from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableConv2dProblem
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem
 
 if TYPE_CHECKING:
     from cutlass_library import TileDescription
@@ -370,23 +371,25 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def supports(problem: SeparableConv2dProblem, path: str, arch: str) -> Support:
+def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[str, int] | None = None) -> Support:
     """Whether `path` has a kernel for `problem` on `arch`, and if not, why not.
 
-    The one predicate of API, planner, tuner and tests. Raises ValueError for a path or an arch that does not exist.
+    The one predicate of API, planner, tuner and tests. `rows`: of a kernel that is a part of a problem, the extents of
+    innermost dimensions in that problem, by letter, for the reason. Raises ValueError for a path or an arch that does
+    not exist.
     """
     if path not in PATHS:
         known = ", ".join(map(repr, PATHS))
         raise ValueError(f"path={path!r} is unknown; it must be one of {known} here ('torch' always runs)")
     archs.check(arch)
-    if (reason := _out_of_reach(problem, path, arch)) is not None:
+    if (reason := _out_of_reach(problem, path, arch, rows)) is not None:
         return Support(False, reason)
     if path == "sm90" and not _ranked(representative(problem), path, arch):
         return Support(False, "no tile's window of x and weights fit into shared memory and registers")
     return Support(True)
 
 
-def _out_of_reach(problem: SeparableConv2dProblem, path: str, arch: str) -> str | None:
+def _out_of_reach(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[str, int] | None) -> str | None:
     """Why no schedule of `path` can run this problem on `arch`, whatever its tiles are; None if one may."""
     if problem.dtype not in KERNEL_DTYPES:
         return f"dtype {problem.dtype} has no kernels"
@@ -401,19 +404,38 @@ def _out_of_reach(problem: SeparableConv2dProblem, path: str, arch: str) -> str 
     if path == "sm90":
         if arch != "sm_90a":
             return f"path sm90 needs wgmma and TMA of sm_90a, the target is {arch}"
-        if problem.alignment < 16:
-            inner = "C and O" if problem.layout == "channels_last" else "W and Q"
-            return f"TMA needs 16-byte aligned tensors and rows: {inner} times {p.element_size} bytes, addresses"
+        if problem.alignment < MAX_ALIGNMENT:
+            own = zip("CO" if p.layout == "channels_last" else "WQ", p.pitches, strict=True)
+            return unaligned(problem, rows or dict(own), "path portable")
         if p.n * p.p * -(-p.q // 8) * -(-p.o // 8) >= 2**31:
             return "path sm90 counts work items in 32 bits, there may be more"
     return None
 
 
-def check(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Support:
-    """Whether this schedule can run this problem on `arch`, and if not, why not."""
+def unaligned(problem: Problem, rows: dict[str, int], instead: str) -> str:
+    """Why TMA cannot copy tensors with innermost dimensions of these extents (by letter), and what runs `instead`."""
+    unit = MAX_ALIGNMENT // problem.element_size
+    odd = [f"{name} = {extent}" for name, extent in rows.items() if extent % unit]
+    causes, remedies = [], []
+    if odd:
+        causes.append(f"{', '.join(odd)} {'is no multiple' if len(odd) == 1 else 'are no multiples'} of {unit}")
+        remedies.append("pad it" if len(odd) == 1 else "pad them")
+    if problem.alignment < math.gcd(MAX_ALIGNMENT, *(extent * problem.element_size for extent in rows.values())):
+        causes.append(f"the address of x is a multiple of {problem.alignment} bytes alone")
+        remedies.append("clone x")
+    return (
+        f"TMA needs {MAX_ALIGNMENT}-byte aligned tensors and rows: {', and '.join(causes)}; "
+        f"{' and '.join(remedies)}, or take {instead}"
+    )
+
+
+def check(
+    problem: SeparableConv2dProblem, schedule: Schedule, arch: str, rows: dict[str, int] | None = None
+) -> Support:
+    """Whether this schedule can run this problem on `arch`, and if not, why not. `rows` as in `supports`."""
     if (reason := _malformed(schedule)) is not None:
         return Support(False, reason)
-    if (reason := _out_of_reach(problem, schedule.path, arch)) is not None:
+    if (reason := _out_of_reach(problem, schedule.path, arch, rows)) is not None:
         return Support(False, reason)
     geometry = Geometry(problem, schedule)
     if schedule.slot_channels * problem.element_size % 128:

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from block import Block
+from problems import problem_of
+from separable import Case
 
 from cutlass_sep import compiler, planner, schedule
 from cutlass_sep.bench import inputs
@@ -124,6 +127,50 @@ def test_a_path_asked_for_runs_or_says_why_not():
     assert plan(unaligned, ARCH).path != "sm90"
     with pytest.raises(ValueError, match="path='fast'"):
         plan(problem, ARCH, "fast")
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "layout", "form", "why"),
+    [
+        (Case(w=13), "ieee", "contiguous", None, "W = 13, Q = 13 are no multiples of 4; pad them, or take"),
+        (Case(w=17, stride=2), "bf16", "contiguous", None, "W = 17, Q = 9 are no multiples of 8; pad them, or take"),
+        (Case(w=16, kernel=(3, 2)), "bf16", "contiguous", None, "Q = 17 is no multiple of 8; pad it, or take"),
+        (Case(c=9), "fp16", "channels_last", None, "C = 9 is no multiple of 8; pad it, or take path portable"),
+        (Case(c=8, o=10), "tf32", "channels_last", None, "O = 10 is no multiple of 4; pad it, or take path portable"),
+        (Block(c=8, e=16, l=13), "fp16", "contiguous", "fused", "L = 13 is no multiple of 8; pad it, or take form two"),
+        (
+            Block(c=9, e=18),
+            "fp16",
+            "contiguous",
+            "fused",
+            "C = 9, E = 18 are no multiples of 8; pad them, or take form",
+        ),
+        (Block(c=8, e=16, o=3, residual=False), "bf16", "channels_last", "fused", "O = 3 is no multiple of 8"),
+        (Block(c=8, e=16, l=13), "fp16", "contiguous", "two_kernel", "kernel expand: TMA .*: L = 13 is no multiple of"),
+        (Block(c=8, e=10), "fp16", "channels_last", "two_kernel", "kernel expand: TMA .*: E = 10 is no multiple of 8;"),
+        (
+            Block(c=8, e=16, o=3, residual=False),
+            "tf32",
+            "channels_last",
+            "two_kernel",
+            "kernel expand: TMA .*: O = 3 is",
+        ),
+    ],
+    ids=str,
+)
+def test_tensors_that_tma_cannot_copy_are_named(case, kind, layout, form, why):
+    with pytest.raises(Unsupported, match=f"path sm90: .*{why}"):
+        plan(problem_of(case, kind, layout), ARCH, "sm90", *(() if form is None else (form,)))
+
+
+def test_an_address_that_tma_cannot_copy_from_is_named():
+    for case, form in ((Case(w=16), None), (Block(c=8, e=16), "fused")):
+        problem = problem_of(case, "fp16", alignment=4)
+        with pytest.raises(Unsupported, match="the address of x is a multiple of 4 bytes alone; clone x, or take"):
+            plan(problem, ARCH, "sm90", *(() if form is None else (form,)))
+    both = problem_of(Case(w=12), "fp16", alignment=2)  # 24 bytes a row
+    with pytest.raises(Unsupported, match="W = 12, Q = 12 are no multiples of 8, and the address of x is .* 2 bytes"):
+        plan(both, ARCH, "sm90")
 
 
 def test_every_problem_has_a_legal_plan():
