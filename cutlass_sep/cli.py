@@ -14,13 +14,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .arch import ARCHS
 from .console import Output
 from .errors import CompileError, EnvironmentProblem, Unsupported
 from .problem import ACTIVATIONS, KERNEL_DTYPES, LAYOUTS, PRECISIONS
+from .schedule import MAX_EXTENT, MAX_STRIDE
 
 OK, FAILED, USAGE, ENVIRONMENT = 0, 1, 2, 3
-#: Largest integer of an argument.
-_MOST = 2**31 - 1
 
 
 class UsageError(Exception):
@@ -161,7 +161,7 @@ def _problem_arguments() -> argparse.ArgumentParser:
     group.add_argument("--out-channels", type=_extent, metavar="O", help="dwsep2d only; default: 128")
     group.add_argument("--expanded", type=_extent, metavar="E", help="sepblock1d only; default: twice C")
     group.add_argument("--kernel", type=_extents(1, 2), metavar="K[,K]")
-    group.add_argument("--stride", type=_extents(1, 2), metavar="S[,S]", help="dwsep2d only")
+    group.add_argument("--stride", type=_extents(1, 2, most=MAX_STRIDE), metavar="S[,S]", help="dwsep2d only")
     group.add_argument("--padding", type=_padding, metavar="P[,P]|same|valid", help="dwsep2d only")
     group.add_argument("--dilation", type=_extents(1, 2), metavar="D[,D]")
     group.add_argument(
@@ -176,7 +176,8 @@ def _problem_arguments() -> argparse.ArgumentParser:
     text = "after the pointwise convolution, default none; of the block after the depthwise one, default gelu"
     group.add_argument("--activation", choices=activations, default=None, help=text)
     group.add_argument("--fp32-precision", choices=PRECISIONS, default=None, help="default: ieee")
-    group.add_argument("--arch", help="target, e.g. sm_90a; default: $CUTLASS_SEP_ARCH, else the GPU's, else sm_90a")
+    text = "target; default: $CUTLASS_SEP_ARCH, else the GPU's, else sm_90a"
+    group.add_argument("--arch", choices=tuple(ARCHS), help=text)
     group.add_argument("--path", choices=("sm90", "portable"), help="default: what the planner picks")
     group.add_argument(
         "--form", choices=("fused", "two_kernel"), help="sepblock1d only; default: what the planner picks"
@@ -208,8 +209,8 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
 
 def _extent(text: str) -> int:
     values = _integers(text)
-    if len(values) != 1 or not 1 <= values[0] <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {_MOST}")
+    if len(values) != 1 or not 1 <= values[0] <= MAX_EXTENT:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {MAX_EXTENT}")
     return values[0]
 
 
@@ -221,15 +222,15 @@ def _integers(text: str) -> tuple[int, ...]:
         return ()
 
 
-def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of comma-separated integers >= 0, as many as one of `counts`."""
+def _extents(*counts: int, least: int = 1, most: int = MAX_EXTENT) -> Callable[[str], tuple[int, ...]]:
+    """A parser of comma-separated integers from `least` to `most`, as many as one of `counts`."""
 
     def parse(text: str) -> tuple[int, ...]:
         values = _integers(text)
-        if len(values) not in counts or not all(0 <= value <= _MOST for value in values):
+        if len(values) not in counts or not all(least <= value <= most for value in values):
             wanted = " or ".join(map(str, counts))
             raise argparse.ArgumentTypeError(
-                f"{text!r} must be {wanted} integers from 0 to {_MOST}, separated by commas"
+                f"{text!r} must be {wanted} integers from {least} to {most}, separated by commas"
             )
         return values
 
@@ -237,7 +238,12 @@ def _extents(*counts: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def _padding(text: str) -> tuple[int, ...] | str:
-    return text if text in ("same", "valid") else _extents(1, 2)(text)
+    if text in ("same", "valid"):
+        return text
+    try:
+        return _extents(1, 2, least=0)(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or same, or valid") from None
 
 
 def _row_range(text: str) -> slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import secrets
 import time
 from importlib import metadata
@@ -20,7 +21,7 @@ from .bench.inputs import BlockTensors, Case, Tensors
 from .block_schedule import FORMS
 from .cli import ENVIRONMENT, FAILED, OK, UsageError
 from .console import Output, counted
-from .errors import EnvironmentProblem
+from .errors import EnvironmentProblem, Unsupported
 from .op import Operation
 from .planner import plan
 from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
@@ -29,6 +30,30 @@ Answer = tuple[int, dict[str, Any]]
 
 #: Name of the operator in a stand-alone project.
 PROJECTS = {"dwsep2d": "separable_conv2d", "sepblock1d": "separable_conv_block1d"}
+#: What an operator's flags are where they are not given: its lead shape. `expanded` is twice C.
+DEFAULTS = {
+    "dwsep2d": {
+        "shape": (16, 64, 512, 512), "out_channels": 128, "kernel": (3,), "stride": (1,), "padding": (1,),
+        "dilation": (1,), "bias": False, "mid_activation": "none", "activation": "none",
+    },
+    "sepblock1d": {"shape": (32, 256, 4096), "kernel": (9,), "dilation": (1,), "bias": True, "activation": "gelu"},
+}  # fmt: skip
+COMMON_DEFAULTS = {"dtype": "float32", "layout": "contiguous", "fp32_precision": "ieee"}
+#: The flags that an error of the API follows from, by words that it then has.
+FLAGS_OF_ERRORS = {
+    "shape": r"\bx\b|extent|sizes|weights|work items|\b[CWQL] = ",
+    "out_channels": r"extent|sizes|weights|output channels|\bO = ",
+    "expanded": r"extent|sizes|weights|hidden channels|\bE = ",
+    "kernel": r"kernel's|padding of|sizes|taps|halo|window",
+    "stride": r"stride|work items",
+    "padding": r"padd|work items",
+    "dilation": r"dilation|padding of|halo|window",
+    "dtype": r"dtype|-bit |multiple",
+    "layout": r"multiple",
+    "path": r"^path \w+:",
+    "form": r"form\b|hidden channels|halo",
+    "arch": r"target|for sm_",
+}
 
 
 def demo(args: argparse.Namespace, output: Output) -> Answer:
@@ -279,84 +304,105 @@ def _check_results_file(args: argparse.Namespace) -> None:
 
 def _op(args: argparse.Namespace) -> Operation:
     """The op that the arguments describe, made from meta tensors: no GPU needed. Raises UsageError, Unsupported."""
-    block = args.op == "sepblock1d"
-    absent = ("out_channels", "stride", "padding", "mid_activation") if block else ("expanded", "form")
-    for name in absent:
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name.replace('_', '-')} is no argument of --op {args.op}")
-    try:
-        tensors, options = (_block_example if block else _pair_example)(args)
-        problem = (SeparableBlock1dProblem if block else SeparableConv2dProblem).from_tensors(*tensors, **options)
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
-    if problem.n == 0:
-        raise UsageError("x has an empty batch: there is nothing to run")
+    flags, block = _flags(args), args.op == "sepblock1d"
     asked = {"path": args.path, "arch": _arch(args)} | ({"form": args.form} if block else {})
-    return inputs.operation(problem)(*tensors, **options, **asked)
+    try:
+        tensors, options = (_block_example if block else _pair_example)(flags)
+        problem = (SeparableBlock1dProblem if block else SeparableConv2dProblem).from_tensors(*tensors, **options)
+        return inputs.operation(problem)(*tensors, **options, **asked)
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = Unsupported if isinstance(error, Unsupported) else UsageError
+        raise kind(_in_flags(error, flags)) from error
 
 
-def _pair_example(args: argparse.Namespace) -> tuple[Tensors, dict[str, Any]]:
+def _flags(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags of the problem with their defaults. Raises UsageError for those that the operator does not have."""
+    own = DEFAULTS[args.op]
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    flags = argparse.Namespace(**vars(args) | COMMON_DEFAULTS | own | given)
+    block = args.op == "sepblock1d"
+    for name in ("out_channels", "stride", "padding", "mid_activation") if block else ("expanded", "form"):
+        if name in given:
+            raise UsageError(f"{_flag(name, given[name])} is no argument of --op {args.op}")
+    if len(flags.shape) != len(own["shape"]):
+        wanted = "N,C,L" if block else "N,C,H,W"
+        raise UsageError(f"--shape must be {wanted} for --op {args.op}, got {_text(flags.shape)}")
+    if block:
+        flags.expanded = args.expanded or 2 * flags.shape[1]
+        for name in ("kernel", "dilation"):
+            if len(getattr(flags, name)) != 1:
+                raise UsageError(f"--{name} must be one integer for --op {args.op}, got {_text(getattr(flags, name))}")
+    return flags
+
+
+def _in_flags(error: Exception, flags: argparse.Namespace) -> str:
+    """The message of an error of the API behind the flags that it follows from, as given or by default."""
+    text = str(error)
+    named = [
+        _flag(name, value)
+        for name, pattern in FLAGS_OF_ERRORS.items()
+        if (value := getattr(flags, name)) is not None and re.search(pattern, text)
+    ]
+    return f"{' '.join(named)}: {text}"
+
+
+def _flag(name: str, value: Any) -> str:
+    return f"--{name.replace('_', '-')} {_text(value)}"
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _pair_example(flags: argparse.Namespace) -> tuple[Tensors, dict[str, Any]]:
     """Meta tensors and options of the 2-D operator."""
-    n, c, h, w = _shape(args, (16, 64, 512, 512), "N,C,H,W")
-    o, kernel = args.out_channels or 128, args.kernel or (3, 3)
+    (_, c, _, _), o, kernel = flags.shape, flags.out_channels, flags.kernel
     kernel = kernel * 2 if len(kernel) == 1 else kernel
-    dtype = getattr(torch, args.dtype or "float32")
+    dtype = getattr(torch, flags.dtype)
     with torch.device("meta"):
         tensors = Tensors(
-            x=inputs.empty((n, c, h, w), args.layout or "contiguous", dtype, "meta"),
+            x=inputs.empty(flags.shape, flags.layout, dtype, "meta"),
             dw_weight=torch.empty(c, 1, *kernel, dtype=dtype),
             pw_weight=torch.empty(o, c, 1, 1, dtype=dtype),
-            dw_bias=torch.empty(c, dtype=dtype) if args.bias else None,
-            pw_bias=torch.empty(o, dtype=dtype) if args.bias else None,
+            dw_bias=torch.empty(c, dtype=dtype) if flags.bias else None,
+            pw_bias=torch.empty(o, dtype=dtype) if flags.bias else None,
         )
     return tensors, {
-        "stride": args.stride or 1,
-        "padding": (1, 1) if args.padding is None else args.padding,
-        "dilation": args.dilation or 1,
-        "mid_activation": _activation(args.mid_activation or "none"),
-        "activation": _activation(args.activation or "none"),
-        "fp32_precision": args.fp32_precision or "ieee",
+        "stride": flags.stride,
+        "padding": flags.padding,
+        "dilation": flags.dilation,
+        "mid_activation": _activation(flags.mid_activation),
+        "activation": _activation(flags.activation),
+        "fp32_precision": flags.fp32_precision,
     }
 
 
-def _block_example(args: argparse.Namespace) -> tuple[BlockTensors, dict[str, Any]]:
+def _block_example(flags: argparse.Namespace) -> tuple[BlockTensors, dict[str, Any]]:
     """Meta tensors and options of the block."""
-    n, c, length = _shape(args, (32, 256, 4096), "N,C,L")
-    e, kernel = args.expanded or 2 * c, args.kernel or (9,)
-    for name, value in (("kernel", kernel), ("dilation", args.dilation)):
-        if value is not None and len(value) != 1:
-            raise UsageError(f"--{name} must be one integer for --op {args.op}, got {','.join(map(str, value))}")
-    dtype = getattr(torch, args.dtype or "float32")
-    bias = args.bias is not False
+    (_, c, _), e = flags.shape, flags.expanded
+    dtype = getattr(torch, flags.dtype)
     with torch.device("meta"):
         tensors = BlockTensors(
-            x=inputs.empty((n, c, length), args.layout or "contiguous", dtype, "meta"),
+            x=inputs.empty(flags.shape, flags.layout, dtype, "meta"),
             expand_weight=torch.empty(e, c, 1, dtype=dtype),
-            dw_weight=torch.empty(e, 1, *kernel, dtype=dtype),
+            dw_weight=torch.empty(e, 1, *flags.kernel, dtype=dtype),
             project_weight=torch.empty(c, e, 1, dtype=dtype),
-            expand_bias=torch.empty(e, dtype=dtype) if bias else None,
-            dw_bias=torch.empty(e, dtype=dtype) if bias else None,
-            project_bias=torch.empty(c, dtype=dtype) if bias else None,
+            expand_bias=torch.empty(e, dtype=dtype) if flags.bias else None,
+            dw_bias=torch.empty(e, dtype=dtype) if flags.bias else None,
+            project_bias=torch.empty(c, dtype=dtype) if flags.bias else None,
         )
     return tensors, {
-        "dilation": args.dilation or 1,
-        "activation": _activation(args.activation or "gelu"),
-        "fp32_precision": args.fp32_precision or "ieee",
+        "dilation": flags.dilation,
+        "activation": _activation(flags.activation),
+        "fp32_precision": flags.fp32_precision,
     }
-
-
-def _shape(args: argparse.Namespace, default: tuple[int, ...], names: str) -> tuple[int, ...]:
-    shape = args.shape or default
-    if len(shape) != len(default):
-        raise UsageError(f"--shape must be {names} for --op {args.op}, got {','.join(map(str, shape))}")
-    return shape
 
 
 def _arch(args: argparse.Namespace) -> str:
     try:
-        return archs.check(args.arch) if args.arch else archs.default()
+        return args.arch or archs.default()
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"CUTLASS_SEP_ARCH: {error}") from error
 
 
 def _activation(name: str) -> str | None:
@@ -483,6 +529,6 @@ def _require_cache() -> None:
     store = cache.store()
     if (reason := store.why_not_kept()) is not None:
         raise EnvironmentProblem(
-            f"cache warm would keep nothing: the cache folder {store.folder or ''} cannot be used ({reason}); "
+            f"cache warm cannot keep kernels: the cache folder {store.folder or ''} cannot be used ({reason}); "
             f"{cache.REMEDY}"
         )

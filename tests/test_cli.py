@@ -428,43 +428,45 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
     [
         (["frobnicate"], "frobnicate"),
         ([], "COMMAND"),
-        (["emit", "--op", "conv3d"], "--op"),
-        (["emit", "--shape", "1,2,3"], "--shape"),
-        (["emit", "--shape", "a,b,c,d"], "--shape"),
-        (["emit", "--out-channels", "0"], "--out-channels"),
-        (["emit", "--kernel", "3,3,3"], "--kernel"),
-        (["emit", "--padding", "SAME"], "--padding"),
         (["emit", "--padding", "-1"], "--padding"),
-        (["emit", "--dtype", "float64"], "--dtype"),
-        (["emit", "--activation", "mish"], "--activation"),
-        (["emit", "--fp32-precision", "bf16"], "--fp32-precision"),
-        (["emit", "--path", "torch"], "--path"),
-        (["emit", "--arch", "sm_42"], "sm_42"),
-        (["emit", "--shape", "1,8,3,3", "--kernel", "5", "--padding", "0"], "exceeds"),
-        (["emit", *SMALL, "--stride", "0"], "stride"),
-        (["emit", *SMALL, "--stride", "2", "--padding", "same"], "same"),
-        (["emit", "--shape", "0,8,8,8"], "empty batch"),
-        (["emit", "--shape", "1,8,0,8"], "empty"),
-        (["compile", *SMALL, "--arch", "sm_80", "--path", "sm90"], "sm90"),
+        (
+            ["emit", "--shape", "1,8,3,3", "--kernel", "5", "--padding", "0"],
+            "--shape 1,8,3,3 --kernel 5 --padding 0 --dilation 1: the kernel's height (5 pixels: 5 taps, dilation 1) "
+            "exceeds the padded height of x (3 + 0)",
+        ),
+        (["emit", *SMALL, "--dilation", "9"], "--shape 2,8,12,12 --kernel 3 --padding 1 --dilation 9: the kernel's"),
+        (["emit", *SMALL, "--stride", "2", "--padding", "same"], "--stride 2 --padding same: padding='same' is not"),
+        (
+            ["emit", *SMALL, "--padding", f"{2**29}"],
+            f"--shape 2,8,12,12 --out-channels 16 --kernel 3 --padding {2**29}",
+        ),
+        (
+            ["emit", "--shape", f"1,{2**29},8,8", "--out-channels", "256"],
+            f"--shape 1,{2**29},8,8 --out-channels 256: path sm90 cannot run it",
+        ),
+        (
+            ["emit", "--shape", "1,8,9,9", "--path", "sm90"],
+            "--shape 1,8,9,9 --dtype float32 --layout contiguous --path sm90",
+        ),
+        (
+            ["emit", *SMALL_BLOCK, "--form", "fused"],
+            "--dtype float32 --form fused: path sm90: the fused form takes 16-bit",
+        ),
+        (
+            ["emit", *SMALL_BLOCK, "--form", "fused", "--dtype", "float16", "--kernel", "99"],
+            "--kernel 99 --dilation 1 --form fused: path sm90: a halo of 98 positions",
+        ),
+        (
+            ["compile", *SMALL, "--arch", "sm_80", "--path", "sm90"],
+            "--path sm90 --arch sm_80: path sm90: path sm90 needs",
+        ),
         (["cache", "warm", "--layers", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
         (["bench", "--rows", "3"], "--rows"),
         (["bench", "--samples", "0"], "--samples"),
-        (["emit", "--out-channels", "many"], "--out-channels"),
-        (["emit", "--out-channels", "9" * 30], "--out-channels"),
-        (["emit", "--shape", f"{2**31},8,8,8"], "--shape"),
-        (["emit", "--shape", f"1,8,{2**31 - 1},{2**31 - 1}"], "overflow"),
+        (["emit", "--shape", f"1,8,{2**29},{2**29}"], f"--shape 1,8,{2**29},{2**29} --out-channels 128 --kernel 3: S"),
         (["emit", "--op", "sepblock1d", "--shape", "1,2,3,4"], "--shape must be N,C,L"),
         (["emit", "--shape", "1,2,3"], "--shape must be N,C,H,W"),
         (["emit", *SMALL_BLOCK, "--kernel", "3,3"], "--kernel"),
-        (["emit", *SMALL_BLOCK, "--dilation", "0"], "dilation"),
-        (["emit", *SMALL_BLOCK, "--stride", "1"], "--stride"),
-        (["emit", *SMALL_BLOCK, "--padding", "same"], "--padding"),
-        (["emit", *SMALL_BLOCK, "--out-channels", "8"], "--out-channels"),
-        (["emit", *SMALL_BLOCK, "--mid-activation", "gelu"], "--mid-activation"),
-        (["emit", *SMALL_BLOCK, "--form", "three"], "--form"),
-        (["emit", *SMALL, "--form", "fused"], "--form"),
-        (["emit", *SMALL, "--expanded", "8"], "--expanded"),
-        (["emit", "--op", "sepblock1d", "--shape", "0,8,8"], "empty batch"),
         # Shortened options are none: --js would print an object among other text.
         (["emit", "--js"], "--js"),
         (["emit", *SMALL, "--output", "/nonexistent/a.cu"], "--output: [Errno 2]"),
@@ -482,6 +484,63 @@ def test_wrong_usage_exits_2_and_names_what(run, run_json, arguments, named):
     assert status == 2 and named in data["message"]
 
 
+#: For each flag of the problem: what is allowed, values that are not, and the operator that has the flag.
+BAD_VALUES = {
+    "--op": ("'dwsep2d', 'sepblock1d'", ["0", "conv3d"], None),
+    "--shape": (
+        f"3 or 4 integers from 1 to {2**29}",
+        ["0,8,8,8", "1,8,0", "1,8,-8,8", "1,8", "1,2,3,4,5", "a", ""],
+        None,
+    ),
+    "--out-channels": (f"an integer from 1 to {2**29}", ["0", "-1", "8,8", "many", "1.5", ""], "dwsep2d"),
+    "--expanded": (f"an integer from 1 to {2**29}", ["0", "-1", "8,8", "many", "1.5", ""], "sepblock1d"),
+    "--kernel": (f"1 or 2 integers from 1 to {2**29}", ["0", "3,0", "-1", "3,3,3", "three", "1.5", ""], None),
+    "--stride": (f"1 or 2 integers from 1 to {2**20}", ["0", "-1", "1,1,1", "one", "1.5", f"{2**20 + 1}"], "dwsep2d"),
+    "--padding": ("separated by commas, or same, or valid", ["-1", "1,1,1,1", "SAME", "1.5", ""], "dwsep2d"),
+    "--dilation": (f"1 or 2 integers from 1 to {2**29}", ["0", "1,0", "-1", "1,1,1", "one", "1.5"], None),
+    "--dtype": ("'float32', 'float16', 'bfloat16'", ["float64", "0", ""], None),
+    "--layout": ("'contiguous', 'channels_last'", ["nhwc", "0", ""], None),
+    "--mid-activation": ("'none', 'relu'", ["mish", "0", ""], "dwsep2d"),
+    "--activation": ("'none', 'relu'", ["mish", "0", ""], None),
+    "--fp32-precision": ("'ieee', 'tf32'", ["bf16", "0", ""], None),
+    "--arch": ("'sm_80', 'sm_86'", ["sm_42", "90", ""], None),
+    "--path": ("'sm90', 'portable'", ["torch", "0", ""], None),
+    "--form": ("'fused', 'two_kernel'", ["three", "0", ""], "sepblock1d"),
+}
+TOO_BIG = [f"{2**29 + 1}", "9" * 30, "9" * 5000]
+
+
+def test_bad_values_are_there_for_every_flag_of_the_problem():
+    (group,) = (group for group in cli._problem_arguments()._action_groups if group.title == "problem")
+    flags = {action.option_strings[0] for action in group._group_actions}
+    assert flags == {*BAD_VALUES, "--bias"}
+
+
+@pytest.mark.parametrize("op_name", ["dwsep2d", "sepblock1d"])
+@pytest.mark.parametrize("flag", BAD_VALUES)
+def test_a_bad_value_of_a_flag_is_refused_by_its_name(run, flag, op_name):
+    allowed, values, only = BAD_VALUES[flag]
+    if only not in (None, op_name):
+        pytest.skip("not a flag of this operator")
+    if "integer" in allowed or "commas" in allowed:
+        values = [*values, *(f"1,8,{big},8" if flag == "--shape" else big for big in TOO_BIG)]
+    for value in values:
+        operator = [] if flag == "--op" else ["--op", op_name]
+        status, out, err = run("emit", *operator, f"{flag}={value}")
+        first, *_ = err.replace("'dwsep2d', 'sepblock1d'", "dwsep2d, sepblock1d").splitlines()
+        assert (status, out) == (2, "")
+        assert f"argument {flag}: " in first and repr(value) in first, first
+        assert allowed.replace("'", "") in first.replace("'", ""), first
+
+
+@pytest.mark.parametrize("flag", [flag for flag, (_, _, only) in BAD_VALUES.items() if only])
+def test_a_flag_of_the_other_operator_is_refused_by_its_name(run, flag):
+    value = {"--mid-activation": "relu", "--form": "fused"}.get(flag, "1")
+    other = {"dwsep2d": "sepblock1d", "sepblock1d": "dwsep2d"}[BAD_VALUES[flag][2]]
+    status, _, err = run("emit", "--op", other, flag, value)
+    assert (status, err) == (2, f"{flag} {value} is no argument of --op {other}\n")
+
+
 @pytest.mark.parametrize(
     ("option", "value", "allowed"), [("--peers", "tensorrt", "eager"), ("--timing", "wall", "events")]
 )
@@ -493,7 +552,7 @@ def test_unknown_peers_and_timings_are_wrong_usage(run, option, value, allowed):
 def test_arch_from_the_environment(run_json, monkeypatch):
     monkeypatch.setenv("CUTLASS_SEP_ARCH", "sm_42")
     status, data = run_json("emit", *SMALL)
-    assert status == 2 and "sm_42" in data["message"]
+    assert status == 2 and data["message"].startswith("CUTLASS_SEP_ARCH: arch='sm_42' is not supported; it must be one")
 
 
 def test_a_failed_compilation_exits_1(run, monkeypatch):
