@@ -205,6 +205,14 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--startup", action="store_true", help="also time cold and warm starts, and host time per call")
     bench.add_argument("--output", type=Path, metavar="FILE", help="write the results there")
     bench.add_argument("--append", action="store_true", help="keep what the file has of other measurements")
+    bench.add_argument(
+        "--report", type=Path, metavar="DIR",
+        help="write a page, index.html, and PNG plots of all results there (with --append, of the whole file)",
+    )  # fmt: skip
+    bench.add_argument(
+        "--from", type=Path, metavar="FILE", dest="from_file",
+        help="with --report: take the rows of this results file and measure nothing, which needs no GPU",
+    )  # fmt: skip
 
 
 def _extent(text: str) -> int:

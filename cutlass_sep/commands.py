@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import secrets
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -16,10 +17,10 @@ from . import arch as archs
 from . import cache, toolchain
 from . import doctor as examination
 from . import kernel as kernels
-from .bench import accuracy, ceilings, environment, inputs, results, runner, session
+from .bench import accuracy, ceilings, environment, inputs, report, results, runner, session
 from .bench.inputs import BlockTensors, Case, Tensors
 from .block_schedule import FORMS
-from .cli import ENVIRONMENT, FAILED, OK, UsageError
+from .cli import ENVIRONMENT, FAILED, OK, UsageError, parser
 from .console import Output, counted
 from .errors import EnvironmentProblem, Unsupported
 from .op import Operation
@@ -141,9 +142,13 @@ def verify(args: argparse.Namespace, output: Output) -> Answer:
 
 def bench(args: argparse.Namespace, output: Output) -> Answer:
     """Rows for the cases asked for; 1 if a value was wrong, a time impossible, or a row slower than its best peer."""
+    if args.from_file is not None:
+        return _report_of_file(args, output)
     device = _require_device("bench")
     cases, left_out = _cases(args)
     _check_results_file(args)
+    if args.report is not None:
+        _check_report_folder(args.report)
     # The sweep compares forms, so both of them are measured beside the planner's pick, in one layout.
     sweep = args.suite == "sweep1d"
     request = session.Request(
@@ -154,6 +159,11 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}
+    if args.report is not None:
+        try:
+            data["report"] = _report(args.report, finished.results, output)
+        except ValueError as error:  # nothing came out of what was asked for, and the status says so
+            output.warn(f"no report: {error}")
     return OK if finished.ok else FAILED, data
 
 
@@ -300,6 +310,46 @@ def _check_results_file(args: argparse.Namespace) -> None:
             results.load(args.output)
     except (OSError, ValueError) as error:
         raise UsageError(f"--output: {error}") from error
+
+
+def _check_report_folder(directory: Path) -> None:
+    """UsageError or EnvironmentProblem, before anything is measured, if the report could not be drawn or written."""
+    report.drawing()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"--report: {error}") from error
+
+
+def _report_of_file(args: argparse.Namespace, output: Output) -> Answer:
+    """The report of `--from`, which goes with nothing that says what to measure."""
+    if args.report is None:
+        raise UsageError("--from needs --report: the folder to write to")
+    unsaid = vars(parser().parse_args(["bench"]))
+    mine = ("command", "json", "report", "from_file")
+    said = [name for name, value in vars(args).items() if name not in mine and value != unsaid[name]]
+    if said:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in said)
+        raise UsageError(f"--from takes rows measured before; {flags} would say what to measure")
+    _check_report_folder(args.report)
+    try:
+        data = results.load(args.from_file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--from: no results file: {type(error).__name__}: {error}") from error
+    try:
+        written = _report(args.report, data, output)
+    except ValueError as error:
+        raise UsageError(f"--from: {args.from_file}: {error}") from error
+    return OK, {"gpu": _gpu(), "from": str(args.from_file), "report": written}
+
+
+def _report(directory: Path, data: dict[str, Any], output: Output) -> dict[str, Any]:
+    with output.working("drawing"):
+        written = report.write(directory, data)
+    output.say(f"wrote {directory / 'index.html'} and {len(written['files']) - 1} plots beside it")
+    return written
 
 
 def _op(args: argparse.Namespace) -> Operation:

@@ -49,9 +49,9 @@ def test_the_wheel_carries_every_template_and_module(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     parts = (path.relative_to(ROOT / "templates") for path in (ROOT / "templates").rglob("*") if path.is_file())
     templates = {f"cutlass_sep/_templates/{path}" for path in parts}
-    modules = {
-        str(path.relative_to(ROOT)) for path in (ROOT / "cutlass_sep").rglob("*.py") if "__pycache__" not in path.parts
-    }
+    package = (path for pattern in ("*.py", "*.j2") for path in (ROOT / "cutlass_sep").rglob(pattern))
+    modules = {str(path.relative_to(ROOT)) for path in package if "__pycache__" not in path.parts}
+    assert "cutlass_sep/bench/report.html.j2" in modules
     assert templates and templates <= names
     assert modules <= names
     outside = {name for name in names if not name.startswith(("cutlass_sep/", "cutlass_sep-"))}
