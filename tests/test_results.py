@@ -206,15 +206,11 @@ def test_blocks_are_counted_as_they_ran(monkeypatch):
 # --- the README's table
 
 
-def module_of(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+def table_module():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "table.py")
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def table_module():
-    return module_of("table")
 
 
 def test_the_table_shows_own_rows_beside_their_best_peer():
@@ -254,31 +250,6 @@ def test_the_table_of_the_block_follows():
         "| bfloat16, contiguous, two_kernel, path sm90 asked for | 0.500 | 20 % | 1.000 (eager, contiguous) | 2.00x "
         "| 2.0e-03 | 2.0e-03 |",
     ]
-
-
-def test_the_sweep_is_tabulated_and_drawn(tmp_path):
-    module = module_of("plot1d")
-    rows = []
-    for case in inputs.sweep1d():
-        p = case.problem
-        if p.e == 1536:
-            rows += make_block_rows(case, 0.3, 1.0, torch=1.0, two_kernel=1.25)
-        elif p.kernel == 31:
-            rows += make_block_rows(case, 0.1, 3.0, two_kernel=0.5)
-        else:
-            rows += make_block_rows(case, 0.1, 1.0, fused=0.125, two_kernel=0.5)
-    found = module.points([*rows, make_row()])
-    lines = module.table(found).splitlines()
-    assert len(lines) == 2 + len(inputs.sweep1d())
-    assert "| 256 | 512 | 64 | 9 | 0.100 | 0.125 | 0.500 | 1.000 | fused | 80 % | 8.00x |" in lines
-    assert "| 256 | 512 | 131072 | 31 | 0.100 |  | 0.500 | 3.000 | two_kernel | 20 % | 6.00x |" in lines
-    assert "| 256 | 1536 | 4096 | 9 | 0.300 |  | 1.250 | 1.000 | torch | 30 % | 1.00x |" in lines
-    axes = [(name, [x for x, _ in of_panel]) for _, name, of_panel in module.panels(found)]
-    lengths = [2**power for power in range(6, 18)]
-    assert axes == [*[("L", lengths)] * 3, ("E/C", [1, 2, 4, 6]), ("C", [64, 128, 256, 512])]
-    pytest.importorskip("matplotlib")
-    module.draw(found, "bfloat16, a GPU", tmp_path / "deep" / "a.png")
-    assert (tmp_path / "deep" / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results of an H200 are committed")
