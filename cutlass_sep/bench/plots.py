@@ -69,10 +69,11 @@ def speedup(group: Group) -> bytes:
 def speedups(groups: Sequence[Group]) -> bytes:
     """Groups, all with peers, beside each other and on one scale; the largest first, so that alike ones share a row."""
     groups = sorted(groups, key=lambda group: -len(group.compared))
-    rows = [groups[i : i + 2] for i in range(0, len(groups), 2)]
+    columns = min(len(groups), 2)
+    rows = [groups[i : i + columns] for i in range(0, len(groups), columns)]
     heights = [max(map(_height, row)) for row in rows]
     figure = Figure(figsize=(_WIDTH, 0.9 + sum(heights)), layout="constrained")
-    panels = figure.subplots(len(rows), 2, height_ratios=heights, squeeze=False)
+    panels = figure.subplots(len(rows), columns, height_ratios=heights, squeeze=False)
     everything = [layer for group in groups for layer in group.compared]
     for axis, group in zip(panels.flat, groups, strict=False):
         _bars(axis, group, named=len(group.compared) <= _NAMED)
@@ -139,9 +140,10 @@ def _speedup_axis(axis: Axes, layers: Sequence[Layer]) -> None:
 
 def rooflines(groups: Sequence[Group], limits: dict[str, float]) -> bytes:
     """Rate over arithmetic intensity of every layer, under the roofs that were measured, on one scale."""
-    rows = math.ceil(len(groups) / 2)
+    columns = min(len(groups), 2)
+    rows = math.ceil(len(groups) / columns)
     figure = Figure(figsize=(_WIDTH, 0.9 + 3.3 * rows), layout="constrained")
-    panels = figure.subplots(rows, 2, squeeze=False, sharex=True, sharey=True)
+    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     everything = [layer for group in groups for layer in group.layers]
     found = [_intensity(layer) for layer in everything]
     reach = min(found) / 3, max(found) * 3
