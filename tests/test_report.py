@@ -273,8 +273,8 @@ def test_marks_stand_as_far_under_the_roof_as_the_layer_is_from_its_floor():
             floor_ms, _ = ceilings.floor(case.problem, LIMITS)
             form = "fused" if base.problem.op == "sepblock1d" else None
             layer = layers(own(case, 4 * floor_ms, form=form, floor_ms=floor_ms))["x"]
-            unit, passes = ceilings.tensor_rate(case.problem)
-            roof = min(plots._intensity(layer) * LIMITS["copy_TBps"], LIMITS[f"{unit}_TFLOPS"] / passes)
+            _, tensor, copy = only(plots._roofs(report.Group("", "", [layer]), LIMITS))
+            roof = min(plots._intensity(layer) * copy, tensor)
             assert plots._rate(layer, layer.row) / roof == pytest.approx(layer.of_floor) == pytest.approx(0.25)
 
 

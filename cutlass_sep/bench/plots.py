@@ -145,12 +145,19 @@ def rooflines(groups: Sequence[Group], limits: dict[str, float]) -> bytes:
     figure = Figure(figsize=(_WIDTH, 0.9 + 3.3 * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     everything = [layer for group in groups for layer in group.layers]
-    found = [_intensity(layer) for layer in everything]
+    roofs = [_roofs(group, limits) for group in groups]
+    corners = [tensor / copy for of_group in roofs for _, tensor, copy in of_group]
+    found = [*map(_intensity, everything), *corners]
     reach = min(found) / 3, max(found) * 3
-    for axis, group in zip(panels.flat, groups, strict=False):
+    for axis, group, of_group in zip(panels.flat, groups, roofs, strict=False):
         for layer in group.layers:
             _lift(axis, layer)
-        _roofs(axis, group, limits, reach)
+        for text, tensor, copy in of_group:
+            xs = reach[0], tensor / copy, reach[1]
+            axis.plot(xs, [min(x * copy, tensor) for x in xs], color=_LIMIT, linewidth=1.2, zorder=1)
+            axis.annotate(
+                text, (reach[1], tensor), xytext=(-3, 2), textcoords="offset points", ha="right", fontsize="x-small"
+            )  # fmt: skip
         _name_extremes(axis, group)
         axis.set_title(group.title, fontsize="medium")
         axis.set_xlabel("FLOP of the matrix products per byte", fontsize="small")
@@ -191,7 +198,8 @@ def _lift(axis: Axes, layer: Layer) -> None:
 def _name_extremes(axis: Axes, group: Group) -> None:
     """Names of the layers nearest to the floor and farthest from it, in the corners that are empty."""
     best, worst = (pick(group.layers, key=lambda layer: layer.of_floor) for pick in (max, min))
-    for layer, how, corner in ((best, "nearest", (0.03, 0.96)), (worst, "farthest", (0.97, 0.04))):
+    named = [(best, "nearest", (0.03, 0.96)), (worst, "farthest", (0.97, 0.04))]
+    for layer, how, corner in named if best is not worst else named[:1]:
         is_left = corner[0] < 0.5
         axis.annotate(
             f"{how}: {layer.row['id']}, {100 * layer.of_floor:.0f} %", (_intensity(layer), _rate(layer, layer.row)),
@@ -211,17 +219,17 @@ def _plain_log(axis: Axes) -> None:
         one.set_minor_formatter(NullFormatter())
 
 
-def _roofs(axis: Axes, group: Group, limits: dict[str, float], reach: tuple[float, float]) -> None:
-    """The floors of the group's layers, as far as their rates were measured; fp32-grade has one for each operator."""
-    for unit, passes in sorted({ceilings.tensor_rate(layer.problem) for layer in group.layers}):
-        if {"copy_TBps", f"{unit}_TFLOPS"} <= limits.keys():
-            tensor, copy = limits[f"{unit}_TFLOPS"] / passes, limits["copy_TBps"]
-            xs = sorted((*reach, tensor / copy))
-            axis.plot(xs, [min(x * copy, tensor) for x in xs], color=_LIMIT, linewidth=1.2, zorder=1)
-            text = f"{unit}, {passes} passes" if passes > 1 else unit
-            axis.annotate(
-                text, (reach[1], tensor), xytext=(-3, 2), textcoords="offset points", ha="right", fontsize="x-small"
-            )  # fmt: skip
+def _roofs(group: Group, limits: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(text, TFLOP/s, TB/s) of each floor of the group's layers whose rates were measured.
+
+    fp32-grade has one for each operator.
+    """
+    rates = sorted({ceilings.tensor_rate(layer.problem) for layer in group.layers})
+    return [
+        (f"{unit}, {passes} passes" if passes > 1 else unit, limits[f"{unit}_TFLOPS"] / passes, limits["copy_TBps"])
+        for unit, passes in rates
+        if {"copy_TBps", f"{unit}_TFLOPS"} <= limits.keys()
+    ]
 
 
 # --- sweep
