@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 UNAVAILABLE = (Unsupported, CompileError, EnvironmentProblem)
 _MISALIGNED = MAX_ALIGNMENT - 1
 
-_Launcher = Callable[..., Tensor]
+#: y of the tensors of a call and their addresses.
+_Launcher = Callable[[tuple, list[int]], Tensor]
 _launchers: dict[tuple, _Launcher] = {}
 #: Entries are small and cheap to make again, but a service with ever new sizes must not grow without end.
 _MAX_LAUNCHERS = 1 << 16
@@ -42,29 +43,31 @@ def run(operator: Operator, tensors: tuple[Tensor | None, ...], options: tuple) 
     """
     try:
         x = tensors[0]
-        misaligned, parameters = 0, []
+        address = x.data_ptr()
+        key = [operator, options, x.shape, x.stride(), x.dtype, x.device, address & _MISALIGNED]
+        addresses, copy_parameters = [address], False
         for tensor in tensors[1:]:
             if tensor is None:
-                parameters.append(None)
+                key.append(None)
+                addresses.append(0)
             else:
-                misaligned |= tensor.data_ptr()
-                parameters += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        key = (
-            operator, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & _MISALIGNED, misaligned & _MISALIGNED,
-            *parameters, *options, *map(type, options),  # 1 equals True and 1.0
-        )  # fmt: skip
+                address = tensor.data_ptr()
+                key += tensor.shape, tensor.dtype, tensor.device
+                addresses.append(address)
+                if address & _MISALIGNED or not tensor.is_contiguous():
+                    copy_parameters = True
+        key = (*key, copy_parameters, *map(type, options))  # 1 equals True and 1.0
         launcher = _launchers.get(key)
     except (RuntimeError, TypeError, AttributeError):
         # Dealt with below: a sparse tensor has no strides, a list no hash, and no tensor has no address.
         key = launcher = None
     if launcher is not None:
-        return launcher(*tensors)
+        return launcher(tensors, addresses)
 
     problem = operator.describe(tensors, options)
     if key is None:
         return run(operator, tensors, operator.options_of(problem))
-    copy_parameters = misaligned & _MISALIGNED or not all(t is None or t.is_contiguous() for t in tensors[1:])
-    launcher, y = _first_call(problem, tensors, bool(copy_parameters))
+    launcher, y = _first_call(problem, tensors, addresses, copy_parameters)
     if len(_launchers) >= _MAX_LAUNCHERS:
         _launchers.clear()
     _launchers[key] = launcher
@@ -97,11 +100,13 @@ def clear() -> None:
     _warned.clear()
 
 
-def _first_call(problem: Problem, tensors: tuple, copy_parameters: bool) -> tuple[_Launcher, Tensor]:
+def _first_call(
+    problem: Problem, tensors: tuple, addresses: list[int], copy_parameters: bool
+) -> tuple[_Launcher, Tensor]:
     x = tensors[0]
     launcher: _Launcher = _Torch(problem, None)
     if problem.n == 0:
-        launcher = _Empty(problem, x)
+        launcher = _Empty(problem)
     else:
         try:
             plan = choose(problem, x.device)
@@ -111,7 +116,7 @@ def _first_call(problem: Problem, tensors: tuple, copy_parameters: bool) -> tupl
                 from .kernel import kernel_for
 
                 launcher = _Fused(problem, x, kernel_for(problem, x.device.index, plan), copy_parameters)
-                return launcher, launcher(*tensors)
+                return launcher, launcher(tensors, addresses)
         except UNAVAILABLE as error:
             if not fallback_allowed():
                 raise
@@ -120,7 +125,7 @@ def _first_call(problem: Problem, tensors: tuple, copy_parameters: bool) -> tupl
                 _warned.add(reason)
                 warnings.warn(f"cutlass_sep falls back to path 'torch': {reason}", RuntimeWarning, stacklevel=5)
             launcher = _Torch(problem, reason)
-    return launcher, launcher(*tensors)
+    return launcher, launcher(tensors, addresses)
 
 
 def fallback_allowed() -> bool:
@@ -129,17 +134,16 @@ def fallback_allowed() -> bool:
 
 
 class _Output:
-    """Allocates y of a problem like torch.empty does, so at an address that every kernel can write."""
+    """Allocates y of a problem beside x, like torch.empty does, so at an address that every kernel can write."""
 
-    __slots__ = ("shape", "strides", "dtype", "device")
+    __slots__ = ("shape", "strides")
 
-    def __init__(self, problem: Problem, x: Tensor) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.shape = problem.y_shape
         self.strides = strides_of(self.shape, problem.layout)
-        self.dtype, self.device = x.dtype, x.device
 
-    def allocate(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+    def allocate(self, x: Tensor) -> Tensor:
+        return x.new_empty_strided(self.shape, self.strides)
 
 
 class _Empty(_Output):
@@ -147,8 +151,8 @@ class _Empty(_Output):
 
     __slots__ = ()
 
-    def __call__(self, *tensors: Tensor | None) -> Tensor:
-        return self.allocate()
+    def __call__(self, tensors: tuple, addresses: list[int]) -> Tensor:
+        return self.allocate(tensors[0])
 
 
 class _Fused(_Output):
@@ -157,18 +161,19 @@ class _Fused(_Output):
     __slots__ = ("kernel", "copy_x", "copy_parameters")
 
     def __init__(self, problem: Problem, x: Tensor, kernel: Kernel, copy_parameters: bool) -> None:
-        super().__init__(problem, x)
+        super().__init__(problem)
         self.kernel = kernel
         self.copy_x = not is_dense(x, problem.spatial)
         self.copy_parameters = copy_parameters
 
-    def __call__(self, *tensors: Tensor | None) -> Tensor:
+    def __call__(self, tensors: tuple, addresses: list[int]) -> Tensor:
         if self.copy_x or self.copy_parameters:
             # The allocator reuses the memory of these copies only behind the kernel, which runs on the same stream.
             x, *parameters = tensors
             tensors = (x.contiguous() if self.copy_x else x, *map(as_parameter, parameters))
-        y = self.allocate()
-        self.kernel.launch(*tensors, y)
+            addresses = addresses_of(tensors)
+        y = self.allocate(tensors[0])
+        self.kernel.launch(tensors, y, addresses)
         return y
 
 
@@ -183,10 +188,16 @@ class _Torch:
         self.layout = problem.layout
         self.reason = reason
 
-    def __call__(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    def __call__(self, tensors: tuple, addresses: list[int]) -> Tensor:
         if self.reason is not None and not fallback_allowed():
             raise Unsupported(self.reason)
+        x, *parameters = tensors
         return laid_out(self.forward(laid_out(x, self.layout), *parameters, *self.options), self.layout)
+
+
+def addresses_of(tensors: tuple) -> list[int]:
+    """Where the tensors of a call are in memory, 0 for None: what a launch takes of them."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def as_parameter(tensor: Tensor | None) -> Tensor | None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .block_schedule import FusedGeometry
+    from .kernel import Stage, TensorMap
     from .op import Operation
     from .problem import SeparableBlock1dProblem, SeparableConv2dProblem
-    from .schedule import Geometry
 
 #: File -> its template in templates/standalone/.
 _FILES = {
@@ -126,67 +125,54 @@ def _shapes(p: SeparableConv2dProblem | SeparableBlock1dProblem) -> list[tuple[i
 
 def _stages(op: Operation) -> list[dict[str, Any]]:
     """For each main kernel what the host code states of it. Expressions are those of `launch` in launch.hpp.j2."""
-    geometries = {stage.name: stage.geometry for stage in op.kernel.stages}
+    stages = op.kernel.stages
     if op.form is None:
         weights = [f"tensors.{name}" for name in ("dw_weight", "pw_weight", "dw_bias", "pw_bias")]
         pointers = ["tensors.x", *weights, "tensors.y", "packed", *["nullptr"] * 3]
-        return [_separable_stage("separable2d", geometries["separable2d"], pointers)]
+        return [_separable_stage(stages[0], pointers)]
     weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
     of_block = ["tensors.x", "tensors.expand_weight", "tensors.expand_bias"]
     if op.form == "fused":
         pointers = ["tensors.x", *weights, "tensors.y", "packed", *of_block]
-        return [_fused_stage("block1d", geometries["block1d"], pointers)]
-    expand, project = geometries["expand"], geometries["project"]
+        return [_fused_stage(stages[0], pointers)]
+    expand, project = stages
     expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
-    packed = f"packed + {expand.workspace_bytes}"
+    packed = f"packed + {expand.geometry.workspace_bytes}"
     return [
-        _separable_stage("expand", expand, ["tensors.x", *expand_weights, "hidden", "packed", *["nullptr"] * 3]),
-        _separable_stage("project", project, ["hidden", *weights, "tensors.y", packed, *of_block]),
+        _separable_stage(expand, ["tensors.x", *expand_weights, "hidden", "packed", *["nullptr"] * 3]),
+        _separable_stage(project, ["hidden", *weights, "tensors.y", packed, *of_block]),
     ]
 
 
-def _stage(name: str, geometry: Geometry | FusedGeometry, pointers: list[str]) -> dict[str, Any]:
+def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     names = ("threads", "shared_bytes", "workspace_bytes", "pack_blocks")
-    return {"name": name, "pointers": pointers} | {name: getattr(geometry, name) for name in names}
+    maps = [_map(tensor_map, pointers, stage.geometry.problem) for tensor_map in stage.maps]
+    own = {name: getattr(stage.geometry, name) for name in names}
+    return {"name": stage.name, "pointers": pointers, "maps": maps} | own
 
 
-def _separable_stage(name: str, g: Geometry, pointers: list[str]) -> dict[str, Any]:
-    p, tma = g.problem, g.schedule.path == "sm90"
-    if g.channels_last:
-        x = [p.c, "w", "h", "n"], [128 // p.element_size, g.columns, 1, 1], 128
-        y = [p.o, "q", "p", "n"], [g.store_bytes // p.element_size, 16, 1, 1], g.store_bytes
-    else:
-        x = ["w", "h", p.c, "n"], [g.columns, 1, g.schedule.slot_channels, 1], 0
-        y = ["q", "p", p.o, "n"], [8 * g.lane_q, 1, g.group_oc, 1], g.store_bytes
-    return _stage(name, g, pointers) | {
-        "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles, "march": tma and g.march,
-        "steps": g.tiles_down, "stride_h": p.stride[0], "kernel_rows": g.window_rows(1),
-        "pads": (p.padding.top, p.padding.left),
-        "maps": [_map(pointers[0], *x), _map(pointers[5], *y)] if tma else [],
+def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
+    g, p = stage.geometry, stage.geometry.problem
+    return _stage(stage, pointers) | {
+        "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles,
+        "march": g.schedule.path == "sm90" and g.march, "steps": g.tiles_down, "stride_h": p.stride[0],
+        "kernel_rows": g.window_rows(1), "pads": (p.padding.top, p.padding.left),
     }  # fmt: skip
 
 
-def _fused_stage(name: str, g: FusedGeometry, pointers: list[str]) -> dict[str, Any]:
-    from .block_schedule import FUSED_CHUNK, FUSED_TILE
+def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
+    from .block_schedule import FUSED_TILE
 
-    b = g.problem
-    pixel_major, channel_major = ([b.c, "w", "n"], [64, g.positions, 1], 128), (["w", b.c, "n"], [16, 64, 1], 32)
-    x = pixel_major if g.channels_last else channel_major
-    expand_weight = [b.c, b.e], [64, FUSED_CHUNK], 128
-    project_weight = [b.e, b.o], [FUSED_CHUNK, g.math_instruction.instruction_shape[1]], 128
-    return _stage(name, g, pointers) | {
+    return _stage(stage, pointers) | {
         "item_q": FUSED_TILE, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1,
-        "pads": (0, b.pads[0]),
-        "maps": [
-            _map("tensors.x", *x), _map("tensors.expand_weight", *expand_weight),
-            _map("tensors.project_weight", *project_weight),
-        ],
+        "pads": (0, stage.geometry.problem.pads[0]),
     }  # fmt: skip
 
 
-def _map(address: str, extents: list, box: list[int], swizzle: int) -> dict[str, Any]:
-    """A TMA descriptor of a dense tensor, innermost dimension first."""
-    return {"address": address, "extents": extents, "box": box, "swizzle": swizzle}
+def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | SeparableBlock1dProblem) -> dict:
+    """A TMA descriptor as `launch` encodes it, which knows the channels alone and calls a length w."""
+    extents = [getattr(problem, name) if name in "coe" else name.replace("l", "w") for name in of.extents]
+    return {"address": pointers[of.pointer], "extents": extents, "box": of.box, "swizzle": of.swizzle_bytes}
 
 
 def _tap_errors(op: Operation) -> int:

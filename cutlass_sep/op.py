@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import arch as archs
-from .dispatch import as_parameter
+from .dispatch import addresses_of, as_parameter
 from .errors import Unsupported
 from .operators import BLOCK1D, SEPARABLE2D, Operator
 from .problem import has_layout, is_dense, laid_out, layout_of, strides_of
@@ -208,7 +208,8 @@ class Operation:
                 x = x.contiguous()
             elif x.data_ptr() % p.alignment:
                 x = x.clone()
-            self.kernel.launch(x, *map(as_parameter, parameters), y)
+            tensors = (x, *map(as_parameter, parameters))
+            self.kernel.launch(tensors, y, addresses_of(tensors))
         return y if out is None or y is out else out.copy_(y)
 
     def _check(self, name: str, tensor: Tensor | None, shape: tuple[int, ...] | None) -> None:

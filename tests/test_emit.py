@@ -145,7 +145,7 @@ class Host:
 
     def __init__(self, op, folder, driver):
         stages = op.kernel.stages
-        mains = [f"{stage.name} 1 {len(stage.encoders)}" for stage in stages]
+        mains = [f"{stage.name} 1 {len(stage.maps)}" for stage in stages]
         self.environment = {
             "LD_LIBRARY_PATH": str(driver),
             "FAKE_CAPABILITY": "{}.{}".format(*archs.ARCHS[op.arch]),
@@ -256,7 +256,7 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
     def launch(function, *values):
         *shape, stream, parameters, _ = values
         index = int(function)
-        arguments, maps = (len(of.stages), 0) if index == 1 else (1, len(of.stages[index - 2].encoders))
+        arguments, maps = (len(of.stages), 0) if index == 1 else (1, len(of.stages[index - 2].maps))
         pointers = struct.unpack(f"{arguments + maps}Q", ctypes.string_at(parameters, 8 * (arguments + maps)))
         calls.append({
             "call": "launch", "kernel": index, "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
@@ -266,24 +266,24 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
         })  # fmt: skip
         return (0,)
 
-    def allocate(count, *, dtype, device):
-        calls.append({"call": "allocate", "bytes": count})
+    def new_empty(count):
+        calls.append({"call": "allocate", "bytes": count * of.problem.element_size})
         return tensor_at(addresses[-1])
 
     def tensor_at(address):
-        return SimpleNamespace(data_ptr=lambda: address, device=SimpleNamespace(index=0))
+        return SimpleNamespace(data_ptr=lambda: address, get_device=lambda: 0, new_empty=new_empty)
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0x50, raising=False)
-        patch.setattr(torch, "empty", allocate)
         patch.setattr(kernel, "_tensor_map", encode)
         patch.setattr(kernel._thread, "has_context", True, raising=False)
         module = SimpleNamespace(pack=1, mains=[2 + i for i in range(len(of.stages))])
         launcher = of._launchers[0] = kernel._Launcher(module, of.stages, 0)
         launcher.run = launch
-        of.launch(*map(tensor_at, addresses[:-1]))
+        *tensors, y = map(tensor_at, addresses[:-1])
+        of.launch(tuple(tensors), y, addresses[:-2])
     return calls
 
 

@@ -161,18 +161,18 @@ class StandIn:
     def __init__(self, problem):
         self.problem, self.launches = problem, 0
 
-    def launch(self, x, dw_weight, pw_weight, dw_bias, pw_bias, y: Tensor) -> None:
+    def launch(self, tensors: tuple, y: Tensor, addresses: list[int]) -> None:
         p = self.problem
         self.launches += 1
-        for t in (x, y):
+        for t in (tensors[0], y):
             assert t.data_ptr() % p.alignment == 0
-        assert not any(t is not None and t.is_neg() for t in (x, dw_weight, pw_weight, dw_bias, pw_bias, y))
+        assert not any(t is not None and t.is_neg() for t in (*tensors, y))
+        assert addresses == [0 if t is None else t.data_ptr() for t in tensors]
         y.copy_(
             cutlass_sep.reference.depthwise_separable_conv2d(
-                x, dw_weight, pw_weight, dw_bias, pw_bias, p.stride, p.padding, p.dilation,
-                p.mid_activation, p.activation, "ieee",
+                *tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation, "ieee"
             )
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture

@@ -31,16 +31,15 @@ def install(patch: pytest.MonkeyPatch, arch: str, builds: Builds) -> None:
     patch.setattr(op.Operation, "_check_device", lambda self, device: None)
     patch.setattr(kernel.Kernel, "load", lambda self, device: builds.submit(self))
 
-    def launch(self: Kernel, *tensors) -> None:
-        *arguments, y = tensors
+    def launch(self: Kernel, tensors: Tensors, y: Tensor, addresses: list[int]) -> None:
         builds.submit(self)
-        _check_contract(self, arguments, y)
-        y.copy_(_compute(self, arguments))
+        _check_contract(self, tensors, y, addresses)
+        y.copy_(_compute(self, tensors))
 
     patch.setattr(kernel.Kernel, "launch", launch)
 
 
-def _check_contract(k: Kernel, tensors: Tensors, y: Tensor) -> None:
+def _check_contract(k: Kernel, tensors: Tensors, y: Tensor, addresses: list[int]) -> None:
     p, (x, *parameters) = k.problem, tensors
     if isinstance(p, SeparableBlock1dProblem):
         assert tuple(x.shape) == (p.n, p.c, p.l)
@@ -55,6 +54,7 @@ def _check_contract(k: Kernel, tensors: Tensors, y: Tensor) -> None:
     assert tuple(t is not None for t in parameters[-len(biases) :]) == biases
     for t in parameters:
         assert t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+    assert addresses == [0 if t is None else t.data_ptr() for t in tensors]
 
 
 def _compute(k: Kernel, tensors: Tensors) -> Tensor:

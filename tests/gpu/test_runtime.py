@@ -195,7 +195,7 @@ def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, gener
 
 @pytest.mark.parametrize("which", [name for name, (_, path, _) in PROBLEMS.items() if path == "sm90"])
 def test_descriptors_do_not_pile_up(gpu, machine, generator, which: str):
-    """More addresses than descriptors are kept; each call is right whether its descriptor is new, kept or gone."""
+    """More addresses than descriptors and frames are kept; each call is right whether its own are new, kept or gone."""
     problem, path, form = PROBLEMS[which]
     machine.require(problem, path, form)
     sets = [draw(problem, generator) for _ in range(100)]
@@ -203,4 +203,5 @@ def test_descriptors_do_not_pile_up(gpu, machine, generator, which: str):
     operator = inputs.operation(problem)(*sets[0], **options(problem), **asked)
     for tensors in (*sets, *sets[:5], *sets[-5:]):
         accuracy.judge(problem, tensors, operator.run(*tensors))
-    assert all(len(stage._maps) <= kernel._TENSOR_MAPS_KEPT for stage in operator.kernel.stages)
+    assert all(len(stage._encoded) <= kernel._KEPT for stage in operator.kernel.stages)
+    assert all(len(launcher.frames) == kernel._KEPT for launcher in operator.kernel._launchers.values())
