@@ -94,17 +94,17 @@ def supports(op_or_problem: Operation | Problem, path: str, arch: str, form: str
 
 def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[Problem, torch.device]:
     if isinstance(f, SeparableModule):
-        args, kwargs = f.call(*args, **kwargs)
-        operator = f.operator
+        operator = f.op.operator
+        tensors, options = f.call(*args, **kwargs)
     else:
         operator = next((o for o in OPERATORS if f is getattr(functional, o.name)), None)
         if operator is None:
             raise TypeError(f"f must be a function, module or op of cutlass_sep, got {f!r}")
-    # As the call itself would take them: an argument too many, too few or given twice raises TypeError.
-    bound = inspect.signature(getattr(functional, operator.name)).bind(*args, **kwargs)
-    bound.apply_defaults()
-    tensors = tuple(bound.arguments[name] for name in operator.tensors)
-    options = tuple(bound.arguments[name] for name in operator.options)
+        # As the call itself would take them: an argument too many, too few or given twice raises TypeError.
+        bound = inspect.signature(f).bind(*args, **kwargs)
+        bound.apply_defaults()
+        tensors = tuple(bound.arguments[name] for name in operator.tensors)
+        options = tuple(bound.arguments[name] for name in operator.options)
     x = tensors[0]
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")

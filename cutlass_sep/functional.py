@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -46,10 +44,9 @@ def depthwise_separable_conv2d(
         RuntimeError: shapes, mixed dtypes or devices. TypeError: other dtypes, sparse or quantised tensors, no tensors.
         ValueError: option values, a depth multiplier. With CUTLASS_SEP_FALLBACK=0 also whatever prevents the kernel.
     """
+    tensors = (x, dw_weight, pw_weight, dw_bias, pw_bias)
     options = (stride, padding, dilation, mid_activation, activation, fp32_precision)
-    return _call(
-        depthwise_separable_conv2d, torch_ops.separable2d, (x, dw_weight, pw_weight, dw_bias, pw_bias), options
-    )
+    return call(torch_ops.separable2d, tensors, options)
 
 
 def separable_conv_block1d(
@@ -91,13 +88,13 @@ def separable_conv_block1d(
     """
     tensors = (x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
     options = (dilation, activation, residual, fp32_precision)
-    return _call(separable_conv_block1d, torch_ops.block1d, tensors, options)
+    return call(torch_ops.block1d, tensors, options)
 
 
-def _call(function: Callable[..., Tensor], op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
-    """`function(*tensors, **options)`, which is public and `op`."""
+def call(op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
+    """The public function that `op` stands for, of all its tensors and options in their order."""
     x, operator = tensors[0], op.operator
-    untouched = x is not None and not torch.compiler.is_compiling() and _untouched(*tensors)
+    untouched = not torch.compiler.is_compiling() and _untouched(tensors)
     if untouched and not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
         # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
         if x.dim() == operator.batched - 1:
@@ -105,7 +102,7 @@ def _call(function: Callable[..., Tensor], op: torch_ops.TorchOp, tensors: tuple
         return dispatch.run(operator, tensors, options)
 
     if has_torch_function(tensors):
-        return handle_torch_function(function, tensors, *tensors, **operator.named(options))
+        return handle_torch_function(globals()[operator.name], tensors, *tensors, **operator.named(options))
     batched = operator.batched
     weights = [t for t, name in zip(tensors[1:], operator.tensors[1:], strict=True) if name.endswith("weight")]
     present = [t for t in tensors if t is not None]
@@ -133,11 +130,13 @@ _autocast = torch._C._is_any_autocast_enabled
 _jit_tracing = torch._C._get_tracing_state
 
 
-def _untouched(*tensors: Tensor | None) -> bool:
+def _untouched(tensors: tuple) -> bool:
     """Whether no mode, transform, autocast, tracer or subclass wants to see this call (outside torch.compile)."""
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg() or tensor.is_meta):
+        if tensor is not None and (type(tensor) not in _PLAIN_TYPES or tensor.is_neg()):
             return False
+    x = tensors[0]
     return not (
-        _modes() or _function_modes() or _transforms() or _autocast() or _jit_tracing() is not None
-    ) and forward_ad._current_level < 0  # fmt: skip
+        x is None or x.is_meta or _modes() or _function_modes() or _transforms() or _autocast()
+        or _jit_tracing() is not None or forward_ad._current_level >= 0
+    )  # fmt: skip

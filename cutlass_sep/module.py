@@ -8,43 +8,46 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
-from . import functional
-from .operators import BLOCK1D, SEPARABLE2D, Operator
+from . import functional, torch_ops
 from .problem import ACTIVATIONS, PRECISIONS, check_flag, check_option, is_integer, pair, same_pads, single
 from .reference import activate
+from .torch_ops import TorchOp
 
 
 class SeparableModule(nn.Module, ABC):
     """What the modules have in common: children that are plain convolutions, read or called at each call."""
 
     #: The operator that stands for the children while they fit it.
-    operator: Operator
-    #: Class of the children, and their names in the order in which they act.
+    op: TorchOp
+    #: Class of the children.
     convolution: type[nn.Module]
-    children_names: tuple[str, ...]
 
     def forward(self, x: Tensor) -> Tensor:
         if self.plain_reason() is not None:
             return self.plain(x)
-        arguments, options = self.call(x)
-        return getattr(functional, self.operator.name)(*arguments, **options)
+        return functional.call(self.op, *self.call(x))
 
     @abstractmethod
     def plain(self, x: Tensor) -> Tensor:
         """y of x by calling the children."""
 
     @abstractmethod
-    def call(self, x: Tensor) -> tuple[tuple, dict]:
-        """Arguments of the function that forward(x) stands for while `plain_reason()` is None."""
+    def call(self, x: Tensor) -> tuple[tuple, tuple]:
+        """Tensors and options of the operator's call that forward(x) stands for while `plain_reason()` is None."""
 
     def plain_reason(self) -> str | None:
         """Why forward() calls the children one by one, or None if it does not."""
-        modules, convolution = self._modules, self.convolution
-        children = [modules[name] for name in self.children_names]
+        children, convolution = self._in_order(), self.convolution
+        bare = not _any_global_hook()
         for child in children:
-            if not _is_bare(child, convolution):
-                return f"a child carries hooks, parametrizations or another class than nn.{convolution.__name__}"
+            bare = bare and _is_bare(child, convolution)
+        if not bare:
+            return f"a child carries hooks, parametrizations or another class than nn.{convolution.__name__}"
         return self._misfit(*children)
+
+    @abstractmethod
+    def _in_order(self) -> tuple[nn.Module, ...]:
+        """The children in the order in which they act."""
 
     @abstractmethod
     def _misfit(self, *children: nn.Module) -> str | None:
@@ -52,7 +55,7 @@ class SeparableModule(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         # The other options are in the children's own.
-        names = (name for name in self.operator.options if name in self.__dict__)
+        names = (name for name in self.op.operator.options if name in self.__dict__)
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
@@ -68,9 +71,8 @@ class DepthwiseSeparableConv2d(SeparableModule):
     values that are not supported. See `functional.depthwise_separable_conv2d` for the rest.
     """
 
-    operator = SEPARABLE2D
+    op = torch_ops.separable2d
     convolution = nn.Conv2d
-    children_names = ("depthwise", "pointwise")
 
     def __init__(
         self,
@@ -111,21 +113,21 @@ class DepthwiseSeparableConv2d(SeparableModule):
         y = self.pointwise(activate(self.depthwise(x), self.mid_activation))
         return activate(y, self.activation)
 
-    def call(self, x: Tensor) -> tuple[tuple, dict]:
-        depthwise, pointwise = self._modules["depthwise"], self._modules["pointwise"]
-        arguments = (
+    def call(self, x: Tensor) -> tuple[tuple, tuple]:
+        depthwise, pointwise = self._in_order()
+        tensors = (
             x, _tensor(depthwise, "weight"), _tensor(pointwise, "weight"), _tensor(depthwise, "bias"),
             _tensor(pointwise, "bias"),
         )  # fmt: skip
-        options = {
-            "stride": depthwise.stride,
-            "padding": depthwise.padding,
-            "dilation": depthwise.dilation,
-            "mid_activation": self.mid_activation,
-            "activation": self.activation,
-            "fp32_precision": self.fp32_precision,
-        }
-        return arguments, options
+        options = (
+            depthwise.stride, depthwise.padding, depthwise.dilation, self.mid_activation, self.activation,
+            self.fp32_precision,
+        )  # fmt: skip
+        return tensors, options
+
+    def _in_order(self) -> tuple[nn.Module, nn.Module]:
+        children = self._modules  # without the cost of nn.Module.__getattr__
+        return children["depthwise"], children["pointwise"]
 
     def _misfit(self, depthwise: nn.Conv2d, pointwise: nn.Conv2d) -> str | None:
         if _is_depthwise(depthwise) and _is_pointwise(pointwise):
@@ -144,9 +146,8 @@ class SeparableConvBlock1d(SeparableModule):
     Raises ValueError for values that are not supported. See `functional.separable_conv_block1d` for the rest.
     """
 
-    operator = BLOCK1D
+    op = torch_ops.block1d
     convolution = nn.Conv1d
-    children_names = ("pointwise", "depthwise", "project_back")
 
     def __init__(
         self,
@@ -183,20 +184,17 @@ class SeparableConvBlock1d(SeparableModule):
         y = self.project_back(activate(self.depthwise(self.pointwise(x)), self.activation))
         return x + y if self.residual else y
 
-    def call(self, x: Tensor) -> tuple[tuple, dict]:
-        children = [self._modules[name] for name in self.children_names]
-        arguments = (
-            x,
-            *(_tensor(child, "weight") for child in children),
-            *(_tensor(child, "bias") for child in children),
-        )
-        options = {
-            "dilation": children[1].dilation,
-            "activation": self.activation,
-            "residual": self.residual,
-            "fp32_precision": self.fp32_precision,
-        }
-        return arguments, options
+    def call(self, x: Tensor) -> tuple[tuple, tuple]:
+        pointwise, depthwise, project_back = self._in_order()
+        tensors = (
+            x, _tensor(pointwise, "weight"), _tensor(depthwise, "weight"), _tensor(project_back, "weight"),
+            _tensor(pointwise, "bias"), _tensor(depthwise, "bias"), _tensor(project_back, "bias"),
+        )  # fmt: skip
+        return tensors, (depthwise.dilation, self.activation, self.residual, self.fp32_precision)
+
+    def _in_order(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        children = self._modules  # without the cost of nn.Module.__getattr__
+        return children["pointwise"], children["depthwise"], children["project_back"]
 
     def _misfit(self, pointwise: nn.Conv1d, depthwise: nn.Conv1d, project_back: nn.Conv1d) -> str | None:
         if not (_is_pointwise(pointwise) and _is_depthwise(depthwise) and _is_pointwise(project_back)):
@@ -239,14 +237,20 @@ def _tensor(child: nn.Module, name: str) -> Tensor | None:
 
 
 def _is_bare(child: nn.Module, convolution: type[nn.Module]) -> bool:
-    """Whether calling the child would run the forward() of `convolution` and nothing else."""
+    """Whether calling the child would run the forward() of `convolution` and, but for global hooks, nothing else."""
     return type(child) is convolution and not (
         child._forward_pre_hooks
         or child._forward_hooks
         or child._backward_pre_hooks
         or child._backward_hooks
         or "forward" in child.__dict__
-        or nn_module._global_forward_pre_hooks
+    )
+
+
+def _any_global_hook() -> bool:
+    """Whether calling any module would run more than its forward() and hooks of its own."""
+    return bool(
+        nn_module._global_forward_pre_hooks
         or nn_module._global_forward_hooks
         or nn_module._global_backward_pre_hooks
         or nn_module._global_backward_hooks
