@@ -621,8 +621,8 @@ class StandIn:
     def __init__(self, subject: Subject, problem):
         self.subject, self.problem, self.launches = subject, problem, 0
 
-    def launch(self, x: Tensor, *parameters_and_y: Tensor | None) -> None:
-        *parameters, y = parameters_and_y
+    def launch(self, tensors: tuple, y: Tensor, addresses: list[int]) -> None:
+        x, *parameters = tensors
         operator, p = self.subject.operator, self.problem
         self.launches += 1
         assert x.shape == ((p.n, p.c, p.h, p.w) if self.subject is SEPARABLE else (p.n, p.c, p.l))
@@ -633,6 +633,7 @@ class StandIn:
         for name, t in zip(operator.tensors[1:], parameters, strict=True):
             assert (t is not None) == (getattr(p, name) if name.endswith("bias") else True)
             assert t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
+        assert addresses == [0 if t is None else t.data_ptr() for t in tensors]
         y.copy_(operator.forward(x, *parameters, *operator.options_of(p)))
 
 
