@@ -1,4 +1,4 @@
-"""What the block has of its own: positions outside the sequence, kept lengths, defaults. The rest: test_functional.py."""
+"""What the block has of its own: zeros outside the sequence, a kept length, defaults. The rest: test_functional.py."""
 
 from __future__ import annotations
 
