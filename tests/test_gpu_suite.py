@@ -279,7 +279,7 @@ def test_rows_of_the_collection_are_held_for_the_block():
     borrowed = vars(importlib.import_module("gpu.test_borrowed"))
     assert "test_block_nan_and_inf_stay_in_their_receptive_field" in borrowed
     for test in ("autocast", "opcheck", "unbatched", "exactly_the_gradients_asked_for"):
-        cases = [mark for mark in borrowed[f"test_functional_{test}"].pytestmark if mark.args[0].startswith("case")]
+        cases = [mark for mark in borrowed[f"test_functional_{test}"].pytestmark if "case" in mark.args[0]]
         assert "Block" in str(cases)
 
 
