@@ -68,6 +68,10 @@ CUTLASS_DEVICE void exact_pixel(Arguments const& args, int n, int oc, int p, int
   }
 }
 
+/// Of exact_block.cuh, which is not there without a kernel of the block.
+template <class Config>
+CUTLASS_DEVICE void exact_block_pixel(Arguments const& args, int n, int first, int last, int q, int lane);
+
 /// The whole warp: output channels [oc, oc + kTileOc) of the warp's kWarpP x kWarpQ pixels from (p, q) on.
 template <class Config>
 CUTLASS_DEVICE void exact_pixels(Arguments const& args, int n, int oc, int p, int q, int lane) {

@@ -59,6 +59,7 @@ def test_two_kernels_mark_hidden_values_that_fp16_cannot_hold(path: str):
     assert source[torch.float16].count("kExpandC = 256;") == 1  # the project kernel can start from x again
     assert "cutlass_sep::HalfOrNan<Element>;" not in source[torch.bfloat16]
     assert source[torch.bfloat16].count("kExpandC = 0;") == 2
+    assert [text.count("exact_block_pixel(Arguments const& args") for text in source.values()] == [2, 1]  # 1: declared
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
