@@ -94,8 +94,8 @@ def separable_conv_block1d(
 def call(op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
     """The public function that `op` stands for, of all its tensors and options in their order."""
     x, operator = tensors[0], op.operator
-    untouched = not torch.compiler.is_compiling() and _untouched(tensors)
-    if untouched and not (torch.is_grad_enabled() and _any_requires_grad(*tensors)):
+    untouched = not _compiling() and _untouched(tensors)
+    if untouched and not (_grad_enabled() and _any_requires_grad(*tensors)):
         # Nothing but the arithmetic is wanted: torch's dispatcher, which costs more than a launch, has nothing to do.
         if x.dim() == operator.batched - 1:
             return dispatch.run(operator, (x.unsqueeze(0), *tensors[1:]), options).squeeze(0)
@@ -115,13 +115,15 @@ def call(op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
     arguments = (x if x.dim() == batched else x.unsqueeze(0), *tensors[1:], *operator.resolve(tensors, options))
     if untouched:
         y = torch_ops.Separable.apply(op, None, *arguments)
-    elif not torch.compiler.is_compiling() and _transforms():
+    elif not _compiling() and _transforms():
         y = torch_ops.TransformedSeparable.apply(op, *arguments)
     else:
         y = op.forward(*arguments)
     return y if x.dim() == batched else y.squeeze(0)
 
 
+_compiling = torch.compiler.is_compiling
+_grad_enabled = torch.is_grad_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack

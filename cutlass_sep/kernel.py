@@ -258,7 +258,9 @@ class _Launcher:
 
     def frame(self, key: tuple[int, ...], pointers: list[tuple[int, ...]]) -> _Frame:
         """The frame of a call, kept under `key`; `pointers` are those of Arguments for each stage."""
-        stream = key[0]
+        from cuda.bindings import driver
+
+        stream = driver.CUstream(key[0])
         memory = self._memory()
         start = -ctypes.addressof(memory) % 64
         base = ctypes.addressof(memory) + start

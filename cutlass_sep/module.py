@@ -238,12 +238,15 @@ def _tensor(child: nn.Module, name: str) -> Tensor | None:
 
 def _is_bare(child: nn.Module, convolution: type[nn.Module]) -> bool:
     """Whether calling the child would run the forward() of `convolution` and, but for global hooks, nothing else."""
-    return type(child) is convolution and not (
-        child._forward_pre_hooks
-        or child._forward_hooks
-        or child._backward_pre_hooks
-        or child._backward_hooks
-        or "forward" in child.__dict__
+    if type(child) is not convolution:
+        return False
+    own = child.__dict__
+    return not (
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or "forward" in own
     )
 
 

@@ -260,7 +260,7 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
         pointers = struct.unpack(f"{arguments + maps}Q", ctypes.string_at(parameters, 8 * (arguments + maps)))
         calls.append({
             "call": "launch", "kernel": index, "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
-            "stream": stream, "contexts": 1,
+            "stream": int(stream), "contexts": 1,
             "arguments": [list(ctypes.string_at(at, kernel._ARGUMENTS.size)) for at in pointers[:arguments]],
             "maps": [struct.unpack("Q", ctypes.string_at(at, 8))[0] for at in pointers[arguments:]],
         })  # fmt: skip

@@ -1,0 +1,164 @@
+"""Launches with a driver that writes down what it is asked for. What a launch consists of is in test_emit.py."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from separable import Case
+
+import cutlass_sep
+from cutlass_sep import kernel
+
+CASE = Case(n=2, c=16, o=32, h=8, w=8, pw_bias=False)
+#: Positions in Arguments.
+X, Y, WORKSPACE = 0, 5, 6
+
+
+class Driver:
+    """Takes launches of the kernels of an op on CPU tensors; the "device" is the index that those have."""
+
+    def __init__(self, op, patch: pytest.MonkeyPatch):
+        self.kernel, self.stream = op.kernel, 0x50
+        self.launches: list[tuple[int, int, tuple[int, ...], list[bytes]]] = []
+        self.encoded: list[int] = []
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: self.stream, raising=False)
+        patch.setattr(kernel, "_tensor_map", self.encode)
+        patch.setattr(kernel._Launcher, "enter_context", lambda _: None)
+        module = SimpleNamespace(pack=1, mains=[2])
+        self.launcher = self.kernel._launchers[-1] = kernel._Launcher(module, self.kernel.stages, -1)
+        self.launcher.run = self.run
+
+    def encode(self, dtype, address, *_) -> bytes:
+        self.encoded.append(address)
+        return struct.pack("Q120x", address)
+
+    def run(self, function, *values) -> tuple[int]:
+        *_, stream, parameters, _ = values
+        maps = len(self.kernel.stages[0].maps) if int(function) == 2 else 0
+        arguments, *maps = struct.unpack(f"{1 + maps}Q", ctypes.string_at(parameters, 8 * (1 + maps)))
+        pointers = struct.unpack("10Q", ctypes.string_at(arguments, 80))
+        self.launches.append((int(function), int(stream), pointers, [ctypes.string_at(at, 128) for at in maps]))
+        return (0,)
+
+    def call(self, tensors: tuple, y: torch.Tensor) -> tuple[int, ...]:
+        """The pointers of a call, which are checked."""
+        self.launches.clear()
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        self.kernel.launch(tensors, y, addresses)
+        (pack, *packed), (main, *launched) = self.launches
+        assert (pack, main) == (1, 2)
+        stream, pointers, maps = launched
+        assert packed == [stream, pointers, []]
+        assert stream == self.stream
+        assert pointers[:WORKSPACE] == (*addresses, y.data_ptr())
+        assert pointers[WORKSPACE + 1 :] == (0, 0, 0)
+        assert maps == [struct.pack("Q120x", pointers[of.pointer]) for of in self.kernel.stages[0].maps]
+        return pointers
+
+
+@pytest.fixture(params=["sm90", "portable"])
+def driver(request, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    op = cutlass_sep.op.DepthwiseSeparableConv2d(*tensors(), **CASE.options, path=request.param, arch="sm_90a")
+    return Driver(op, monkeypatch)
+
+
+def tensors() -> tuple:
+    return CASE.tensors("cpu")
+
+
+def empty() -> torch.Tensor:
+    return torch.empty(2, 32, 8, 8)
+
+
+@pytest.fixture
+def one_workspace(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """What every call gets as its workspace."""
+    workspace = torch.empty(1 << 16)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, count: workspace[:count])
+    return workspace
+
+
+def test_equal_addresses_share_a_frame(driver: Driver, one_workspace: torch.Tensor):
+    given, y = tensors(), empty()
+    assert driver.call(given, y)[WORKSPACE] == one_workspace.data_ptr()
+    (frame,) = driver.launcher.frames.values()
+    encoded = list(driver.encoded)
+    driver.call(given, y)
+    assert list(driver.launcher.frames.values()) == [frame]
+    assert driver.encoded == encoded
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3, "y", "stream", "workspace"])
+def test_whatever_changes_is_launched(driver: Driver, one_workspace, monkeypatch: pytest.MonkeyPatch, index):
+    given, y = list(tensors()), empty()
+    driver.call(tuple(given), y)
+    if index == "y":
+        y = empty()
+    elif index == "stream":
+        driver.stream += 1
+    elif index == "workspace":
+        other = one_workspace.clone()
+        monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, count: other[:count])
+        assert driver.call(tuple(given), y)[WORKSPACE] == other.data_ptr()
+    else:
+        given[index] = given[index].clone()
+    driver.call(tuple(given), y)
+    assert len(driver.launcher.frames) == 2
+
+
+def test_frames_and_descriptors_do_not_pile_up(driver: Driver):
+    sets = [(tensors(), empty()) for _ in range(100)]
+    for given, y in sets + sets[::-1]:
+        driver.call(given, y)
+    assert len(driver.launcher.frames) == kernel._KEPT
+    assert len(driver.kernel.stages[0]._encoded) == (kernel._KEPT if driver.kernel.stages[0].maps else 0)
+
+
+def test_the_workspace_holds_the_packed_weights(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    counts = []
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, count: counts.append(count) or torch.empty(count))
+    driver.call(tensors(), empty())
+    assert counts == [driver.kernel.stages[0].geometry.workspace_bytes // 4]
+
+
+def test_a_failed_launch_raises_and_the_next_one_runs(driver: Driver, one_workspace: torch.Tensor):
+    from cuda.bindings.driver import CUresult
+
+    given, y = tensors(), empty()
+    driver.launcher.run = lambda *_: (CUresult.CUDA_ERROR_LAUNCH_FAILED,)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cuda.bindings.driver.cuGetErrorString", lambda status: (0, b"a fake error"))
+        with pytest.raises(kernel.DriverError, match=r"launching dwsep2d.*a fake error"):
+            driver.kernel.launch(given, y, [0 if t is None else t.data_ptr() for t in given])
+    driver.launcher.run = driver.run
+    driver.call(given, y)
+
+
+def test_calls_of_several_threads(driver: Driver):
+    """Each launches with its own addresses, also while others fill and drop frames."""
+
+    def run(function, *values) -> tuple[int]:
+        *_, parameters, _ = values
+        (arguments,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
+        seen.append(struct.unpack("10Q", ctypes.string_at(arguments, 80)))
+        return (0,)
+
+    seen: list[tuple[int, ...]] = []
+    driver.launcher.run = run
+    sets = [(tensors(), empty()) for _ in range(80)]
+
+    def work(_) -> None:
+        for given, y in sets:
+            driver.kernel.launch(given, y, [0 if t is None else t.data_ptr() for t in given])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+    got = sorted((pointers[X], pointers[Y]) for pointers in seen)
+    assert got == sorted((given[0].data_ptr(), y.data_ptr()) for given, y in sets for _ in range(16))
