@@ -171,8 +171,13 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
 
 def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | SeparableBlock1dProblem) -> dict:
     """A TMA descriptor as `launch` encodes it, which knows the channels alone and calls a length w."""
-    extents = [getattr(problem, name) if name in "coe" else name.replace("l", "w") for name in of.extents]
-    return {"address": pointers[of.pointer], "extents": extents, "box": of.box, "swizzle": of.swizzle_bytes}
+
+    def known(factors: tuple[int | str, ...]) -> list[int | str]:
+        return [getattr(problem, f) if f in ("c", "o", "e") else "w" if f == "l" else f for f in factors]
+
+    strides = [known(own) for own in of.factors()]
+    own = {"extents": known(of.extents), "strides": strides, "box": of.box, "swizzle": of.swizzle_bytes}
+    return {"address": pointers[of.pointer]} | own
 
 
 def _tap_errors(op: Operation) -> int:

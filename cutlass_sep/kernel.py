@@ -11,8 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -112,20 +111,30 @@ def clear_memory() -> None:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA descriptor says of a dense tensor but for its address; innermost dimension first.
+    """What a TMA descriptor says of a tensor but for its address; innermost dimension first.
 
-    `extents` are names of the problem's attributes; `box` is what one copy moves, in elements.
+    Extents, and the factors that a stride is the product of, are numbers or names of the problem's attributes. `box` is
+    what one copy moves. All count elements.
     """
 
     pointer: int  # position of the tensor in Arguments
-    extents: tuple[str, ...]
+    extents: tuple[int | str, ...]
     box: tuple[int, ...]
     swizzle_bytes: int
+    strides: tuple[tuple[int | str, ...], ...] = ()  # of all dimensions but the innermost; without, they are dense
+
+    def factors(self) -> list[tuple[int | str, ...]]:
+        """`strides`, for dense dimensions too."""
+        return list(self.strides) or [self.extents[:i] for i in range(1, len(self.extents))]
 
     def encode(self, problem: Problem, address: int) -> bytes:
         """The descriptor of the tensor at `address`. Raises DriverError."""
-        extents = tuple(getattr(problem, name) for name in self.extents)
-        strides = tuple(accumulate(extents[:-1], mul, initial=problem.element_size))[1:]
+
+        def value(of: int | str) -> int:
+            return of if isinstance(of, int) else getattr(problem, of)
+
+        extents = tuple(map(value, self.extents))
+        strides = tuple(problem.element_size * prod(map(value, own)) for own in self.factors())
         return _tensor_map(problem.dtype, address, extents, strides, self.box, self.swizzle_bytes)
 
 
@@ -193,11 +202,18 @@ class FusedStage(Stage):
 
     def _tensor_maps(self) -> list[TensorMap]:
         g = self.geometry
+        if g.channels_last:
+            x = window = TensorMap(_X, ("c", "l", "n"), (64, g.positions, 1), 128)
+        else:
+            blocks = g.positions // 16
+            x = TensorMap(_X, ("l", "c", "n"), (16, 64, 1), 32)
+            # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
+            strides = (("l",), (16,), ("l", "c"))
+            window = TensorMap(_X, ("l", "c", blocks, "n"), (16, 64, blocks, 1), 32, strides)
         project_rows = g.math_instruction.instruction_shape[1]
         return [
-            TensorMap(_X, ("c", "l", "n"), (64, g.positions, 1), 128)
-            if g.channels_last
-            else TensorMap(_X, ("l", "c", "n"), (16, 64, 1), 32),
+            x,
+            window,
             TensorMap(_EXPAND_WEIGHT, ("c", "e"), (64, FUSED_CHUNK), 128),
             TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, project_rows), 128),
         ]

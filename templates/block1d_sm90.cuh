@@ -8,6 +8,8 @@
 //   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it.
 // The three work on chunks behind each other, in a ring of slots. The sums of the second GEMM start from the residual, which is x as it lies in
 // shared memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon as a slot is free.
+//
+// tests/test_block_protocol.py goes through the waits and arrivals of all warps in random order: whoever changes them here changes them there.
 #pragma once
 
 namespace cutlass_sep {
@@ -31,11 +33,11 @@ struct BlockLayout {
   /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch.
   static constexpr int kHalves = Config::kTileOc > 128 ? 2 : 1;
   static constexpr int kHalfOc = Config::kTileOc / kHalves;
-  /// x: contiguous [16 positions][channel][32 bytes of positions]; channels_last [64 channels][position][128 bytes of channels]. Swizzled.
+  /// x, 64 channels at a time: contiguous [16 positions][channel][32 bytes of positions]; channels_last [position][128 bytes of channels].
+  /// Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
-  static constexpr int kXBlockBytes = Config::kChannelsLast ? kPositions * 128 : kExpandAtoms * 64 * 32;
-  static constexpr int kXBlocks = Config::kChannelsLast ? kExpandAtoms : kPositions / 16;
-  static constexpr int kXBytes = kXBlocks * kXBlockBytes;
+  static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
+  static constexpr int kXBytes = kExpandAtoms * kXAtomBytes;
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
   /// channels.
   static constexpr int kExpandSlotBytes = 64 * 128;
@@ -161,46 +163,50 @@ struct Expand {
 
   /// x of MMA instruction `i` (16 channels).
   CUTLASS_DEVICE static uint64_t x_descriptor(char const* x, int i) {
-    if constexpr (Config::kChannelsLast) return k_major_descriptor(x, i / 4 * L::kXBlockBytes + i % 4 * 32);
-    return mn_major_descriptor(x, L::kXBlockBytes, i * 16 * 32);
+    if constexpr (Config::kChannelsLast) return k_major_descriptor(x, i / 4 * L::kXAtomBytes + i % 4 * 32);
+    return mn_major_descriptor(x, L::kXBlockBytes, i / 4 * L::kXAtomBytes + i % 4 * 16 * 32);
   }
 
-  /// 64 channels of x under a tile.
-  CUTLASS_DEVICE static void load_x(Arguments const& args, cute::TmaDescriptor const& x_map, BlockShared<Config> const& shared, int index,
-                                    int atom) {
-    BlockTile<Config> const tile(args, index);
+  /// 64 channels of x under a tile. Contiguous, x_map has 16 positions; x_window_map has all of a window, but checks no bounds behind the
+  /// first 16.
+  CUTLASS_DEVICE static void load_x(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_window_map,
+                                    BlockShared<Config> const& shared, BlockTile<Config> const& tile, int atom) {
     int const window = tile.window(args);
     auto* const full = &shared.x_full[atom];
     auto* const barrier = reinterpret_cast<uint64_t*>(full);
-    full->arrive_and_expect_tx(L::kPositions * 128);
+    char* const to = shared.x() + atom * L::kXAtomBytes;
+    full->arrive_and_expect_tx(L::kXAtomBytes);
     if constexpr (Config::kChannelsLast) {
-      cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, shared.x() + atom * L::kXBlockBytes, 64 * atom, window, tile.n);
+      cute::SM90_TMA_LOAD_3D::copy(&x_window_map, barrier, kTmaHint, to, 64 * atom, window, tile.n);
+    } else if (window >= 0 && window + L::kPositions <= args.w) {
+      cute::SM90_TMA_LOAD_4D::copy(&x_window_map, barrier, kTmaHint, to, window, 64 * atom, 0, tile.n);
     } else {
-      for (int i = 0; i < L::kXBlocks; ++i)
-        cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, shared.x() + i * L::kXBlockBytes + atom * 64 * 32, window + 16 * i, 64 * atom,
-                                     tile.n);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < L::kPositions / 16; ++i)
+        cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, to + i * L::kXBlockBytes, window + 16 * i, 64 * atom, tile.n);
     }
   }
 
-  /// The chunk's hidden channels, without bias. `done(slot, atom)` follows the MMAs over 64 channels of x.
+  /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
                                       uint32_t x_parity, Done const& done) {
     using Indices = cute::make_int_sequence<L::kPositions / 2>;
-    int previous = 0;
+    RingCursor<Config::kExpandSlots> previous;
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
       shared.x_full[atom].wait(x_parity);
       shared.expand_full[weight.slot].wait(weight.parity);
       cute::warpgroup_arrive();
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), sum, atom + k > 0, Indices{});
+      for (int k = 0; k < 4; ++k)
+        fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), sum, atom + k > 0, Indices{});
       cute::warpgroup_commit_batch();
       if (atom > 0) {
         cute::warpgroup_wait<1>();
         done(previous, atom - 1);
       }
-      previous = weight.slot;
+      previous = weight;
       weight.advance();
     }
     cute::warpgroup_wait<0>();
@@ -210,61 +216,70 @@ struct Expand {
   /// To rows of positions; zero but for positions [first, last) of the window.
   template <bool kMask>
   CUTLASS_DEVICE static void store_rows(char* rows, Accumulator const& sum, Element const (&bias)[2], int warp, int lane, int first, int last) {
-    // The row starts an even number of positions into the window. What that shifts across a unit of 8 positions goes to the unit before.
-    constexpr int kShift = Config::kPhase / 2 * 2;
-    static_assert(kShift < 8);
-    int const channel = 16 * warp + lane / 4, within = lane % 4 * 2 - kShift;
-    bool const carry = within < 0;
-    int const byte = (within & 7) * 2;
-    int unit_offset[8];  // of units 0 to 7, for window units 0 to 7
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 8; ++j)
-      unit_offset[j] = byte + (carry ? (j == 0 ? R::offset(channel, 7) - R::kBlockBytes : R::offset(channel, j - 1)) : R::offset(channel, j));
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < L::kPositions / 8; ++j)
-      CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        float value[2];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          value[i] = sum[4 * j + 2 * h + i] + float(bias[h]);
-          if constexpr (Config::kFp16Range) value[i] = HalfOrNan<Element>::apply(value[i]);
-          int const position = 8 * j + lane % 4 * 2 + i;
-          if (kMask && (position < first || position >= last)) value[i] = 0.f;
-        }
-        uint32_t const word = pack_pair<Element>(value[0], value[1]);
-        auto const put = [&](int offset) { *reinterpret_cast<uint32_t*>(rows + offset) = word; };
-        if (j < 16) {
-          if (j > 0 || !carry) put(unit_offset[j % 8] + j / 8 * R::kBlockBytes + h * 8 * 128);
-        } else {
-          int const unit = j - carry;
-          if (unit < 16 + R::kTails) put(R::offset(channel + 8 * h, unit) + byte);
-        }
+    // Units of 8 positions in the window, and of a row. A row starts kShift positions into the window: of a unit of a row, the last positions
+    // come from the same unit of the window and the first from the one behind it. Each pair of positions keeps its place within 16 bytes, so
+    // that the unit is rotated; ToeplitzDepthwise reads it so.
+    constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < 16 + R::kTails ? kWindow : 16 + R::kTails;
+    bool const behind = lane % 4 * 2 < R::kShift;
+    float const b[2] = {float(bias[0]), float(bias[1])};
+    auto const word = [&](int j, int h) -> uint32_t {
+      if (j >= kWindow) return 0;
+      uint32_t pair = pack_pair<Element>(sum[4 * j + 2 * h] + b[h], sum[4 * j + 2 * h + 1] + b[h]);
+      if constexpr (Config::kFp16Range) pair = half_or_nan(pair);
+      if constexpr (kMask) {
+        uint32_t const position = 8 * j + lane % 4 * 2 - first, length = last - first;
+        pair &= (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
       }
+      return pair;
+    };
+    // Matrix m of a store: unit u + m / 2, row half m % 2; lane l addresses row l % 8 of matrix l / 8.
+    int const channel = 16 * warp + lane % 16;
+    uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, 16) + lane / 16 * R::kTailBytes;
+    uint32_t next[2] = {word(0, 0), word(0, 1)};
+    CUTLASS_PRAGMA_UNROLL
+    for (int u = 0; u < kUnits; u += 2) {
+      uint32_t raw[4];
+      CUTLASS_PRAGMA_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        uint32_t const here = next[m % 2];
+        next[m % 2] = word(u + m / 2 + 1, m % 2);
+        raw[m] = R::kShift != 0 && behind ? next[m % 2] : here;
+      }
+      char* const address = rows + (u < 16 ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - 16) * R::kTailBytes);
+      auto& target = *reinterpret_cast<cute::uint128_t*>(address);
+      if (u + 1 < kUnits) cute::SM90_U32x4_STSM_N::copy(raw[0], raw[1], raw[2], raw[3], target);
+      else cute::SM90_U32x2_STSM_N::copy(raw[0], raw[1], target);
+    }
   }
 
-  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& expand_map,
-                                 BlockShared<Config> const& shared) {
+  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_window_map,
+                                 cute::TmaDescriptor const& expand_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
-    bool const loads = warp == 0 && lane == 0;
-    int const chunks = own_tiles<Config>(args) * L::kChunks, weight_loads = chunks * L::kExpandAtoms;
-    auto const load_weights = [&](int i, int slot) {
+    int const chunks = own_tiles<Config>(args) * L::kChunks;
+    // 64 channels of x of a chunk's weights.
+    auto const load_weights = [&](int slot, int chunk, int atom) {
       auto& full = shared.expand_full[slot];
       full.arrive_and_expect_tx(L::kExpandSlotBytes);
-      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), i % L::kExpandAtoms * 64,
-                                   i / L::kExpandAtoms % L::kChunks * L::kChunkChannels);
+      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), atom * 64,
+                                   chunk * L::kChunkChannels);
     };
-    if (loads && chunks > 0) {
-      for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, shared, blockIdx.x, atom);
-      for (int i = 0; i < Config::kExpandSlots; ++i) load_slot<Config::kExpandSlots>(i, weight_loads, shared.expand_empty, load_weights);
+    if (warp == 0 && cute::elect_one_sync() && chunks > 0) {
+      BlockTile<Config> const tile(args, blockIdx.x);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kExpandAtoms; ++i)
+        load_weights(i, i / L::kExpandAtoms % L::kChunks, i % L::kExpandAtoms);
     }
+    __syncwarp();
 
     RingCursor<Config::kExpandSlots> weight;
     RingCursor<Config::kHiddenSlots> hidden;
     // Chunks are numbered through all tiles of the block.
+    int turn = 0, chunk = 0, window = BlockTile<Config>(args, blockIdx.x).window(args);
+    BlockTile<Config> next(args, blockIdx.x + gridDim.x);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
-      int const turn = i / L::kChunks, chunk = i % L::kChunks, index = blockIdx.x + turn * gridDim.x;
       bool const last = chunk == L::kChunks - 1;
       Element bias[2] = {Element(0.f), Element(0.f)};
       if constexpr (Config::kExpandBias) {
@@ -276,23 +291,34 @@ struct Expand {
       }
       Accumulator sum;
       // Gives back what the MMAs over 64 channels of x have read, and asks for what comes there next.
-      multiply(sum, shared, weight, turn % 2, [&](int slot, int atom) {
-        arrive_warp(shared.expand_empty[slot], lane);
+      multiply(sum, shared, weight, turn % 2, [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
+        arrive_warp(shared.expand_empty[done.slot], lane);
         if (last && lane == 0) shared.x_empty[atom].arrive();
-        if (!loads) return;
-        load_slot<Config::kExpandSlots>(i * L::kExpandAtoms + atom + Config::kExpandSlots, weight_loads, shared.expand_empty, load_weights);
-        if (last && i + 1 < chunks) {
-          shared.x_empty[atom].wait(turn % 2);
-          load_x(args, x_map, shared, index + gridDim.x, atom);
+        // Of the weights, those that come next are kExpandSlots further on.
+        int const ahead = (atom + Config::kExpandSlots) / L::kExpandAtoms;
+        if (warp == 0 && cute::elect_one_sync()) {
+          if (i + ahead < chunks) {
+            shared.expand_empty[done.slot].wait(done.parity);
+            load_weights(done.slot, (chunk + ahead) % L::kChunks, (atom + Config::kExpandSlots) % L::kExpandAtoms);
+          }
+          if (last && i + 1 < chunks) {
+            shared.x_empty[atom].wait(turn % 2);
+            load_x(args, x_map, x_window_map, shared, next, atom);
+          }
         }
+        __syncwarp();
       });
       char* const rows = shared.hidden(hidden.slot);
-      int const window = BlockTile<Config>(args, index).window(args);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
       if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, bias, warp, lane, 0, 0);
       else store_rows<true>(rows, sum, bias, warp, lane, -window, args.w - window);
       arrive_warp(shared.hidden_full[hidden.slot], lane);
       hidden.advance();
+      if (++chunk == L::kChunks) {
+        chunk = 0, ++turn;
+        window = next.window(args);
+        next = BlockTile<Config>(args, blockIdx.x + (turn + 1) * gridDim.x);
+      }
     }
   }
 };
@@ -311,11 +337,13 @@ struct Depthwise {
     uint32_t const offset = R::offset(channel + lane / 16, lane / 8 % 2 * 8 + lane % 8);
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 8; k += 2) {
-      activate<typename Config::MidActivation>(reinterpret_cast<float(&)[8]>(value[k]));
+      // 16 values at a time: with 8, ptxas at times interleaves two of them only.
+      if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
       uint32_t packed[4];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < 4; ++m) packed[m] = pack_pair<Element>(value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]);
-      cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4)));
+      auto& target = *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4));
+      cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
     }
   }
 
@@ -335,17 +363,17 @@ struct Depthwise {
       cute::SM90_TMA_LOAD_2D::copy(&project_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.project(slot),
                                    i / L::kHalves % L::kChunks * L::kChunkChannels, i % L::kHalves * L::kHalfOc);
     };
-    bool const loads = warp == 0 && lane == 0;
-    if (loads)
+    if (warp == 0 && cute::elect_one_sync())
       for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
     RingCursor<Config::kHiddenSlots> hidden;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
       // The project weights of a chunk are asked for here and not by the expand warpgroup, which may have to wait for the project warpgroups to
       // start a tile.
-      if (loads)
+      if (warp == 0 && cute::elect_one_sync())
         for (int half = 0; half < L::kHalves; ++half)
           load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, load_project);
+      __syncwarp();
       char* const rows = shared.hidden(hidden.slot);
       shared.taps_full[hidden.slot].wait(hidden.parity);
       shared.hidden_full[hidden.slot].wait(hidden.parity);
@@ -358,7 +386,8 @@ struct Depthwise {
       cutlass::arch::fence_view_async_shared();
       arrive_warp(shared.operand_full[hidden.slot], lane);
       if (lane == 0) shared.taps_empty[hidden.slot].arrive();
-      if (loads) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
+      if (warp == 0 && cute::elect_one_sync()) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
+      __syncwarp();
       hidden.advance();
     }
   }
@@ -398,10 +427,10 @@ struct Project {
     for (int j = 0; j < Config::kTileOc / 8; j += 2) {
       uint32_t raw[4];
       if constexpr (Config::kChannelsLast) {
-        char const* const address = x + j / 8 * L::kXBlockBytes + (offset ^ j % 8 << 4);
+        char const* const address = x + j / 8 * L::kXAtomBytes + (offset ^ j % 8 << 4);
         cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), raw[0], raw[1], raw[2], raw[3]);
       } else {
-        char const* const address = x + j * 8 * 32 + offset;
+        char const* const address = x + j / 8 * L::kXAtomBytes + j % 8 * 8 * 32 + offset;
         cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(address), raw[0], raw[1], raw[2], raw[3]);
       }
       CUTLASS_PRAGMA_UNROLL
@@ -515,14 +544,15 @@ struct Project {
 };
 
 template <class Config>
-CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& expand_map,
-                                 cute::TmaDescriptor const& project_map, char* raw) {
+CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_window_map,
+                                 cute::TmaDescriptor const& expand_map, cute::TmaDescriptor const& project_map, char* raw) {
   using L = BlockLayout<Config>;
   BlockShared<Config> const shared(raw);
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (threadIdx.x == 0) {
     shared.initialise();
     cute::prefetch_tma_descriptor(&x_map);
+    cute::prefetch_tma_descriptor(&x_window_map);
     cute::prefetch_tma_descriptor(&expand_map);
     cute::prefetch_tma_descriptor(&project_map);
   }
@@ -533,7 +563,7 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
     Project<Config>::run(args, shared, warpgroup);
   } else if (warpgroup == L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<L::kExpandRegisters>();
-    Expand<Config>::run(args, x_map, expand_map, shared);
+    Expand<Config>::run(args, x_map, x_window_map, expand_map, shared);
   } else {
     cutlass::arch::warpgroup_reg_dealloc<L::kDepthwiseRegisters>();
     Depthwise<Config>::run(args, project_map, shared);

@@ -32,6 +32,13 @@ CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
+/// Two fp16 values, NaN in place of Inf.
+CUTLASS_DEVICE uint32_t half_or_nan(uint32_t pair) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %1;" : "=r"(r) : "r"(pair), "r"(0));
+  return r;
+}
+
 /// x rounded to TF32 (nearest, ties away from zero), as an MMA operand takes it.
 CUTLASS_DEVICE uint32_t tf32_operand(float x) {
   // CUTLASS's converter is a volatile asm: ptxas leaves it between the wgmma of a batch, which it then serialises (C7513).

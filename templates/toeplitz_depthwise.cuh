@@ -15,6 +15,9 @@ struct PositionRows {
   static constexpr int kTailBytes = 64 * 16;
   /// Taps start this many positions into a row.
   static constexpr int kFirstTap = Config::kPhase % 2;
+  /// A row starts this many positions into the window. Within 16 bytes, position p of a unit is the (p + kShift) % 8-th.
+  static constexpr int kShift = Config::kPhase / 2 * 2;
+  static_assert(kShift < 8);
   static constexpr int kReach = kFirstTap + (Config::kKernelW - 1) * Config::kDilationW + 1;
   static constexpr int kMmas = ceil_div(kReach + 7, 16);
   static constexpr int kTails = 2 * kMmas - 1;
@@ -79,7 +82,7 @@ struct ToeplitzDepthwise {
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < R::kMmas; ++m) {
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) taps[m][h] = T::offset(channel, T::word_of(16 * m + 8 * h + 2 * t - g));
+      for (int h = 0; h < 2; ++h) taps[m][h] = T::offset(channel, T::word_of(16 * m + 8 * h + (2 * t + 8 - R::kShift) % 8 - g));
       int const unit = lane % 8 + lane / 8 % 2 * 8 + lane / 16 + 2 * m;
       bool const tail = unit >= 16;
       row[m] = R::offset(channel, unit);

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from block import Block
 from separable import Case
 
 import cutlass_sep
@@ -162,3 +163,25 @@ def test_calls_of_several_threads(driver: Driver):
         list(pool.map(work, range(8)))
     got = sorted((pointers[X], pointers[Y]) for pointers in seen)
     assert got == sorted((given[0].data_ptr(), y.data_ptr()) for given, y in sets for _ in range(16))
+
+
+def test_one_box_of_a_window_is_what_its_pieces_are(monkeypatch: pytest.MonkeyPatch):
+    """x of the fused block, contiguous: windows inside a sequence come by the second map, others by the first."""
+    given = Block(n=3, c=64, e=64, l=264, kernel=9).tensors("meta", torch.bfloat16)
+    op = cutlass_sep.op.SeparableConvBlock1d(*given, path="sm90", form="fused", arch="sm_90a")
+    monkeypatch.setattr(kernel, "_tensor_map", lambda *described: described)
+    pieces, whole, *_ = (of.encode(op.problem, 1 << 20) for of in op.kernel.stages[0].maps)
+
+    def address(of: tuple, *position: int) -> int:
+        dtype, start, extents, strides, box, swizzle = of
+        assert (dtype, len(extents), len(strides), swizzle) == ("bfloat16", len(box), len(box) - 1, 32)
+        assert all(0 <= at < extent for at, extent in zip(position, extents, strict=True))
+        return start + sum(at * stride for at, stride in zip(position, (2, *strides), strict=True))
+
+    (span, channels, blocks, sequences), piece = whole[4], pieces[4]
+    assert piece == (span, channels, sequences) == (16, 64, 1)
+    assert span * blocks == op.kernel.stages[0].geometry.positions == 144
+    for window in (0, 8, 264 - 144):
+        for block in range(blocks):
+            for l, c, n in ((0, 0, 0), (15, 63, 2), (7, 20, 1)):  # noqa: E741
+                assert address(whole, window + l, c, block, n) == address(pieces, window + 16 * block + l, c, n)
