@@ -27,8 +27,11 @@ FUSED_CHUNK = 64
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup.
 MOST_POSITIONS = 176
-#: The lengths that stand for all in the choice of a schedule.
-SHORT, LONG = 256, 4096
+#: Sizes (sequences, positions) whose best schedules are all that a block's calls choose from; see TYPICAL_SIZES.
+TYPICAL_LENGTHS = {
+    "channels_last": ((1, 1024), (1, 4096), (32, 256), (32, 4096)),
+    "contiguous": ((1, 1024), (32, 1024)),
+}
 #: Of each of the two kernels, how many of the best schedules are combined.
 _EACH = 3
 
@@ -185,11 +188,10 @@ class FusedGeometry:
         return self.problem.n * -(-self.problem.l // FUSED_TILE)
 
 
-def representative(problem: SeparableBlock1dProblem) -> SeparableBlock1dProblem:
-    """The problem that stands for `problem` in the choice of a schedule: the same layer at one of two lengths."""
-    aligned = problem.alignment == MAX_ALIGNMENT
-    length = LONG if problem.l > SHORT else SHORT
-    return replace(problem, n=32, l=length, alignment=MAX_ALIGNMENT if aligned else 1)
+def typical(problem: SeparableBlock1dProblem) -> list[SeparableBlock1dProblem]:
+    """The same block at TYPICAL_LENGTHS, as aligned as `problem` is."""
+    alignment = MAX_ALIGNMENT if problem.alignment == MAX_ALIGNMENT else 1
+    return [replace(problem, n=n, l=length, alignment=alignment) for n, length in TYPICAL_LENGTHS[problem.layout]]
 
 
 def supports(problem: SeparableBlock1dProblem, path: str, arch: str, form: str | None = None) -> Support:
@@ -315,9 +317,10 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
 def candidates(
     problem: SeparableBlock1dProblem, arch: str, path: str | None = None, form: str | None = None
 ) -> list[BlockSchedule]:
-    """Legal schedules (of one path and form, or of all), best first by `estimate` for `representative(problem)`."""
+    """Legal schedules, of one path and form or of all: the best of each typical length first, then by `estimate`."""
     archs.check(arch)
-    return list(_ranked(representative(problem), arch, path, form))
+    rankings = [_ranked(size, arch, path, form) for size in typical(problem)]
+    return separable.best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
 
 
 @lru_cache(maxsize=1024)
@@ -332,11 +335,11 @@ def _ranked(
             found += _fused(problem, arch)
         if form in (None, "two_kernel") and supports(problem, name, arch, "two_kernel"):
             found += _two_kernel(problem, name, arch)
-    return tuple(sorted(found, key=lambda schedule: estimate(problem, schedule, arch)))
+    return tuple(separable.preferred(found, lambda schedule: estimate(problem, schedule, arch)))
 
 
 def _two_kernel(problem: SeparableBlock1dProblem, path: str, arch: str) -> list[BlockSchedule]:
-    expands, projects = (separable.candidates(half, arch, path)[:_EACH] for half in (problem.expand, problem.project))
+    expands, projects = (separable.ranked(half, path, arch)[:_EACH] for half in (problem.expand, problem.project))
     return [BlockSchedule("two_kernel", path, expand, project) for project in projects for expand in expands]
 
 

@@ -1,8 +1,8 @@
 """Estimated times on an H200, for choosing between schedules and paths: good for an order, not for a prediction.
 
 For one multiprocessor, every unit's cycles are counted: bytes from device memory and through L2, issued instructions,
-wavefronts of shared memory, tensor cores. What they take together is fitted to 21 schedules of the lead shape measured
-on an H200 (met to about 5 %), PyTorch's side to eight measurements of that shape. The rest is arithmetic.
+wavefronts of shared memory, tensor cores. What they take together is fitted to the timed schedules of two thirds of the
+layers of benchmarks/layers.jsonl, and PyTorch's side to its times there. The rest is arithmetic.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from . import arch as archs
 from .problem import SeparableConv2dProblem
+from .reference import depthwise_contiguous
 
 if TYPE_CHECKING:
     from .block_schedule import FusedGeometry
@@ -19,45 +21,58 @@ if TYPE_CHECKING:
 #: Multiprocessors, and cycles a microsecond under load.
 MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
-#: Microseconds of a call beside its main kernel: the launch, and the packing of weights before it.
-LAUNCH_US = 4.0
+#: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads.
+LAUNCH_US = 8.4
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
 _DEVICE_BYTES = 18.1
-_L2_BYTES = 45.0
-#: Cycles from a load of x to its arrival, as far as nothing hides them.
-_LATENCY = 1000.0
+_L2_BYTES = 67.0
+#: The same of a work item's first window and weights, for which everything waits.
+_FILL_BYTES = 46.0
 #: Cycles that one warp of a scheduler takes for an instruction while no other warp is there.
-_LONE_WARP = 2.0
+_LONE_WARP = 1.29
 #: Cycles of a step that nothing else of its warpgroup hides: barriers, filling and draining of the MMAs.
-_STEP = 1250.0
+_STEP = 1010.0
 #: Cycles that waiting for one row, or giving it back, takes a warp; and that a TMA copy takes the producer.
-_ROW = 85.0
-_COPY = 95.0
-#: Cycles that a warp waits for each batch of its stores but the first to leave the staging buffers.
-_STAGE = 250.0
+_ROW = 31.0
+_COPY = 166.0
+#: Cycles of a work item beside its steps; and that a warp waits for a batch of its stores, but the first, to leave the
+#: staging buffers.
+_ITEM = 190.0
+_STAGE = 105.0
+#: Marching: part of the time by which a ring that does not hold the windows of all warpgroups delays them. Otherwise:
+#: part of a pass's loads that waits for the pass before where the ring does not hold two windows.
+_LATE, _BEHIND = 0.6, 0.5
 #: Part of the second longest of several units' times that the longest does not hide.
-_EXPOSED = 0.23
-#: Part of the time by which rows come late that the warpgroups wait.
-_LATE = 0.3
+_EXPOSED = 0.42
 #: Instructions of an activation on one value.
-_ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 28}
-#: The same in the forms for 16-bit tensors.
-_ACTIVATION_16 = _ACTIVATION | {"silu": 6, "gelu_tanh": 10, "gelu": 10}
-#: Cycles of a chunk of the fused block that nothing hides: barriers, filling and draining of the MMAs. Cycles of a tile
-#: beside its chunks: sums that start from x, the first depthwise outputs, the epilogue.
-_FUSED_CHUNK_CYCLES = 2300.0
-_FUSED_TILE_CYCLES = 4000.0
-#: PyTorch: microseconds of a launch among others; share of the device's bandwidth that elementwise passes and pointwise
-#: convolutions reach.
-_TORCH_LAUNCH_US = 3.0
-_PASS_SHARE = 0.85
-#: channels_last: the share of cuDNN's depthwise kernels.
-_DEPTHWISE_SHARE = 0.74
-#: Picoseconds a tap and output of PyTorch's depthwise kernels: contiguous ones are bound by it, not by bytes.
-_TAP_PS = {"float32": 0.3, "float16": 0.49, "bfloat16": 1.27}
-_TAP_PS_CHANNELS_LAST = (0.1, 0.3)  # up to 25 taps, beyond
-#: Matrix products: TFLOP/s of large ones by operand type.
-_TFLOPS = {"bfloat16": 650.0, "float16": 640.0, "tf32": 340.0, "ieee": 45.0}
+_ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 38}
+#: portable: cycles of an instruction that are counted and of a wavefront of shared memory; instructions that a value
+#: takes to become fp32; bytes of x and of y a cycle, by layout.
+_PORTABLE_ISSUE, _PORTABLE_SHARED, _PORTABLE_UNPACK = 0.85, 1.65, 6.4
+_PORTABLE_LOADS = {"channels_last": 14.0, "contiguous": 8.2}
+_PORTABLE_STORES = {"channels_last": 33.0, "contiguous": 23.0}
+#: portable: a block's time alone over that of its arithmetic and its bytes among others; the part of the shorter of the
+#: two that is not hidden there.
+_PORTABLE_ALONE, _PORTABLE_EXPOSED = 1.74, 0.53
+#: portable: the share of the device's bandwidth that it reaches.
+_PORTABLE_SHARE = 0.5
+#: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
+_FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1710.0, 1.08, 1120.0
+#: PyTorch: microseconds of a launch among others; shares of the device's bandwidth that elementwise passes and
+#: pointwise convolutions reach, and depthwise ones.
+_TORCH_LAUNCH_US = 3.1
+_PASS_SHARE, _DEPTHWISE_SHARE = 0.61, 0.6
+#: Picoseconds of an output, and of each of its taps, of PyTorch's depthwise kernels by layout and bytes of an element.
+_DEPTHWISE_PS = {
+    ("contiguous", 4): (5.4, 0.27),
+    ("contiguous", 2): (4.6, 0.29),
+    ("channels_last", 4): (2.7, 0.32),
+    ("channels_last", 2): (0.0, 0.19),
+}
+#: Matrix products: TFLOP/s of large ones by operand type, and channels that a tile's start takes as long as.
+_TFLOPS = {"bfloat16": 430.0, "float16": 430.0, "tf32": 310.0, "ieee": 32.6}
+_TILE_START = {"ieee": 10, "tf32": 90}
+_TILE_START_16 = 186
 
 
 def _combine(*times: float) -> float:
@@ -107,7 +122,7 @@ def _epilogue(g: Geometry) -> tuple[float, float]:
     return issue + values * (1.0 if g.channels_last else 1.6), values * (0.75 if g.channels_last else 1.0)
 
 
-def _lines(g: Geometry, channels: int) -> float:
+def _lines(g: Geometry, channels: float) -> float:
     """Lines of 128 bytes that `channels` of one row of x under a tile touch; contiguous rows one more on each side."""
     p, size = g.problem, g.problem.element_size
     if g.channels_last:
@@ -119,7 +134,7 @@ def _lines(g: Geometry, channels: int) -> float:
 def _compute(g: Geometry, new_rows: int) -> float:
     """sm90: cycles of arithmetic in a round (one step of every warpgroup, over one chunk of channels)."""
     p, s = g.problem, g.schedule
-    groups = -(-min(s.slot_channels, p.c) // 16)
+    groups = -(-p.c // 16) / g.chunks  # on average: the last pass may have fewer
     ends = 1 / g.chunks  # share of an epilogue
     issue, shared = _depthwise(g)
     end_issue, end_shared = _epilogue(g)
@@ -142,7 +157,7 @@ def _memory(g: Geometry, new_rows: int, steps: int, active: int) -> float:
     x comes from device memory once; halos, and x for other tiles of output channels, come through L2, as weights do.
     """
     p, s, size = g.problem, g.schedule, g.problem.element_size
-    channels = min(s.slot_channels, p.c)
+    channels = p.c / g.chunks
     rows, columns = min(g.tile_p * g.tiles_down, p.p), min(g.item_q, p.q)
     own = rows * columns * math.prod(p.stride) * channels * size / g.oc_tiles
     output = rows * columns * min(s.tile_oc, p.o) * size / g.chunks
@@ -163,52 +178,83 @@ def sm90_us(g: Geometry) -> float:
     active = max(1, min(items, MULTIPROCESSORS))
     compute, memory = _compute(g, new_rows), _memory(g, new_rows, steps, active)
     if g.march:
-        # Rows are on their way in the slots beyond the windows at work.
-        late = _LATE * max(0.0, _LATENCY - (s.row_slots - window) * max(memory, compute) / new_rows)
-        rounds = steps / g.tiles_down * (_combine(memory, compute) + late)
-        fill = _LATENCY + g.window_rows(g.tile_p) * g.row_bytes / _L2_BYTES
+        late = 1 + _LATE * max(0.0, 1 - s.row_slots / window)
+        rounds = steps / g.tiles_down * _combine(memory, compute) * late
+        fill = (g.window_rows(g.tile_p) * g.row_bytes + g.stage_bytes) / _FILL_BYTES
     else:
         # The next chunk loads during this one as far as there are slots for it.
-        load = _LATENCY + memory
-        behind = 1 - min(1.0, max(0.0, s.row_slots / window - 1))
-        rounds = g.chunks * (_combine(load, compute) + behind * min(load, compute))
-        fill = _LATENCY
-    return -(-items // MULTIPROCESSORS) * (rounds + fill) / CYCLES_PER_US + LAUNCH_US
+        behind = _BEHIND * (1 - min(1.0, max(0.0, s.row_slots / window - 1)))
+        rounds, fill = g.chunks * (_combine(memory, compute) + behind * min(memory, compute)), 0.0
+    return -(-items // MULTIPROCESSORS) * (rounds + fill + _ITEM) / CYCLES_PER_US + LAUNCH_US
+
+
+def portable_us(g: Geometry, arch: str) -> float:
+    """Microseconds of a call on path portable."""
+    p, s, size = g.problem, g.schedule, g.problem.element_size
+    warps, taps, lane_channels = 4 * s.warpgroups, math.prod(p.kernel), 8 // size
+    tile_p = g.tile_p * s.warpgroups
+    tiles_down = -(-p.p // tile_p)
+    tiles = p.n * tiles_down * -(-p.q // g.tile_q) * g.oc_tiles
+    groups = -(-p.c // 16) * p.p / (tiles_down * tile_p)  # warps with no row of the map have nothing to do
+    # Of one warp and 16 channels: multiply-adds, MMAs with their FADDs, vectors read from shared memory.
+    values = 8 * s.blocks
+    mmas = s.blocks * s.tile_oc // 8 * (6 if g.split else g.mma_steps)
+    rows = min(g.window_rows(s.blocks), p.kernel[0] * s.blocks)
+    vectors = g.mma_steps * rows * min(g.window_cols(2), 2 * p.kernel[1])
+    if s.gather:
+        vectors = 4 * g.mma_steps * s.blocks * taps * lane_channels
+    unpack = _PORTABLE_UNPACK * lane_channels * vectors if size == 2 else 0
+    weights = g.mma_steps * taps * lane_channels // 4 * s.blocks + g.mma_steps * s.tile_oc // 16 * g.parts
+    instructions = values * (taps + _ACTIVATION[p.mid_activation]) + mmas * g.parts + vectors + unpack + weights
+    work = groups * warps * max(
+        instructions / 4 * _PORTABLE_ISSUE, (vectors + weights) * 2 * _PORTABLE_SHARED, mmas * 2
+    )  # fmt: skip
+    window = g.window_rows(tile_p) * g.window_cols(g.tile_q) * p.c * size
+    output = min(tile_p * g.tile_q, p.p * p.q) * min(s.tile_oc, p.o) * size
+    move = window / _PORTABLE_LOADS[p.layout] + g.chunks * g.stage_bytes / 32 + output / _PORTABLE_STORES[p.layout]
+    # Blocks on one multiprocessor hide each other's loads and latencies; the last ones may be fewer.
+    resident = max(1, min(archs.SHARED_BYTES[arch] // (g.shared_bytes + 1024), g.resident_blocks))
+    among = tiles / MULTIPROCESSORS * (max(work, move) + _PORTABLE_EXPOSED * min(work, move))
+    rounds = -(-tiles // MULTIPROCESSORS) / resident
+    alone = max(rounds, math.ceil(rounds) if rounds <= 4 else 0) * _PORTABLE_ALONE * (work + move)
+    memory = p.bytes / (_DEVICE_BYTES * MULTIPROCESSORS) / _PORTABLE_SHARE
+    return max(among, alone, memory) / CYCLES_PER_US + LAUNCH_US
 
 
 def fused_us(g: FusedGeometry) -> float:
     """Microseconds of a call of the block's fused form."""
-    block = g.problem
-    # Cycles of a tile and chunk of 64 hidden channels: tensor cores, and instructions of the eight warps that make
-    # depthwise outputs, 8 channels x 128 positions each.
     tensor = 4 * (g.expand_atoms * g.positions / 2 + g.tile.tile_oc)
-    instructions = 32 * (2 + _ACTIVATION_16[block.activation]) + 24 * g.depthwise_mmas + 60
-    tile = g.chunks * (_combine(tensor, 2 * instructions) + _FUSED_CHUNK_CYCLES) + _FUSED_TILE_CYCLES
+    chunk = _FUSED_CHUNK + _FUSED_TENSOR * tensor + _FUSED_DEPTHWISE * g.depthwise_mmas
     rounds = -(-g.tiles // MULTIPROCESSORS)
-    memory = block.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
-    return max(rounds * tile, memory) / CYCLES_PER_US + LAUNCH_US
+    memory = g.problem.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
+    return max(rounds * g.chunks * chunk, memory) / CYCLES_PER_US + LAUNCH_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:
-    """Microseconds of the same call as PyTorch's two convolutions and the elementwise passes beside them."""
+    """Microseconds of the same call on path "torch": two convolutions and the elementwise passes beside them."""
     size, channels_last = p.element_size, p.layout == "channels_last"
     bandwidth = _DEVICE_BYTES * MULTIPROCESSORS * CYCLES_PER_US  # bytes a microsecond
     x, m, y = (p.n * c * h * w * size for c, h, w in ((p.c, p.h, p.w), (p.c, p.p, p.q), (p.o, p.p, p.q)))
-    taps = math.prod(p.kernel)
-    tap = _TAP_PS_CHANNELS_LAST[taps > 25] if channels_last else _TAP_PS[p.dtype]
-    depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, m / size * taps * tap * 1e-6) if p.depthwise else 0.0
-    precision = p.fp32_precision or p.dtype
-    # A wave of 128 x 128 tiles at a time; the fp32 ones are slow to start (16 TFLOP/s at 64 channels).
-    tiles = -(-p.n * p.p * p.q // 128) * -(-p.o // 128)
-    padded = 2 * 128 * 128 * (p.c + (100 if precision == "ieee" else 0))
-    product = -(-tiles // MULTIPROCESSORS) * padded * MULTIPROCESSORS / _TFLOPS[precision] * 1e-6
-    pointwise = max((m + y) / bandwidth / _PASS_SHARE, product)
     # Elementwise passes over m and over y: activations, and the biases that no kernel takes along.
     over_m = (p.mid_activation is not None) + (p.dw_bias and channels_last)
     over_y = (p.activation is not None) + p.pw_bias
     passes = 2 * m * over_m + (2 * over_y + 3 * p.residual) * y
     launches = 1 + p.depthwise + over_m + over_y + p.residual
+    precision = p.fp32_precision or p.dtype
     if not channels_last and precision != "ieee":  # tensor cores take channels_last: both sides are transposed
         passes += 2 * (m + y)
         launches += 2
+    depthwise = 0.0
+    if p.depthwise:
+        contiguous = not channels_last or depthwise_contiguous(p.kernel, p.dilation, size)
+        if contiguous and channels_last:
+            passes += 2 * (x + m)
+            launches += 2
+        each, tap = _DEPTHWISE_PS["contiguous" if contiguous else "channels_last", size]
+        arithmetic = m / size * (each + math.prod(p.kernel) * tap) * 1e-6
+        depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, arithmetic)
+    # Tiles of 64 x 64, a wave at least.
+    tiles = -(-p.n * p.p * p.q // 64) * -(-p.o // 64)
+    product = max(tiles, MULTIPROCESSORS) * 2 * 64 * 64 * (p.c + _TILE_START.get(precision, _TILE_START_16))
+    pointwise = max((m + y) / bandwidth / _PASS_SHARE, product / _TFLOPS[precision] * 1e-6)
     return depthwise + pointwise + passes / bandwidth / _PASS_SHARE + launches * _TORCH_LAUNCH_US

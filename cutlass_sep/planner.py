@@ -1,7 +1,7 @@
 """The planner: which path, form and schedule run a problem, decided from the shapes alone.
 
-The kernel depends on the layer and on the size class of the map (`representative`), so that many sizes need few builds.
-Whether PyTorch's convolutions are faster is estimated for the size at hand: that costs no build.
+A layer's kernels are the best ones of a few typical sizes, so that many sizes need few builds. Which of them is fastest
+for the size at hand, and whether PyTorch's convolutions are faster, is estimated: that costs no build.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .problem import KERNEL_DTYPES, Problem, SeparableBlock1dProblem
 from .schedule import PATHS, Schedule, Support
 
 #: PyTorch's convolutions are called only where they are estimated to be faster by this factor: the estimates are rough.
-TORCH_MARGIN = 1.5
+TORCH_MARGIN = 1.1
 #: And by more than this many microseconds: less is lost among launches.
 TORCH_LEAST_US = 6.0
 
@@ -61,16 +61,14 @@ def supports(problem: Problem, path: str, arch: str, form: str | None = None) ->
     check_form(problem, form)
     support = rules(problem).supports(problem, path, arch, *(() if form is None else (form,)))
     if support and not candidates(problem, arch, path, form):
-        return Support(False, "no schedule of the problem that stands for this one in their choice can run it")
+        return Support(False, "no schedule of the layer's typical sizes can run it")
     return support
 
 
 def candidates(problem: Problem, arch: str, path: str | None = None, form: str | None = None) -> list:
     """Legal schedules, of one path and form or of all, best first."""
     check_form(problem, form)
-    found = rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
-    # They are made for the problem's `representative`, which does not have its extents.
-    return [schedule for schedule in found if rules(problem).check(problem, schedule, arch)]
+    return rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
 
 
 @lru_cache(maxsize=4096)

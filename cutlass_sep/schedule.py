@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -31,22 +31,15 @@ PORTABLE_TILE_OCS = (16, 32, 48, 64, 96, 128)
 PORTABLE_REGISTERS = 216
 #: Schedules that `candidates` proposes on portable.
 PORTABLE_CANDIDATES = 6
-#: Measured over estimated time of portable by how it loads x: 16 bytes of channels, 16 bytes of a row and a transpose,
-#: or (unaligned) element by element. From 14 layers of MobileNets on an H200; the estimates scatter by a factor of 1.5.
-_PORTABLE_FIT = {"channels": 1.75, "columns": 2.5, "elements": 5.3}
-#: By how much the estimate of a portable schedule must be better than that of one on sm90.
-_PORTABLE_MARGIN = 1.25
+#: By how much the estimate of a portable schedule must be better than that of one on sm90: it is the rougher one.
+PORTABLE_MARGIN = 1.1
 #: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
 MOST_TAPS = 64
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
-#: Output columns that `representative` counts as narrow, and the extents of the square maps that stand for wide and for
-#: narrow ones (the second for narrow ones with aligned contiguous rows: smaller ones are seldom aligned).
-NARROW_Q = 32
-WIDE_MAP = 120
-NARROW_MAP = (14, 28)
-#: For the estimates alone: about the number of multiprocessors of a large GPU.
-_MULTIPROCESSORS = 128
+#: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
+#: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
+TYPICAL_SIZES = {"channels_last": ((32, 14), (4, 14), (32, 28), (32, 112)), "contiguous": ((1, 56), (32, 112))}
 #: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
@@ -384,7 +377,7 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[s
     archs.check(arch)
     if (reason := _out_of_reach(problem, path, arch, rows)) is not None:
         return Support(False, reason)
-    if path == "sm90" and not _ranked(representative(problem), path, arch):
+    if path == "sm90" and not any(ranked(size, path, arch) for size in typical(problem)):
         return Support(False, "no tile's window of x and weights fit into shared memory and registers")
     return Support(True)
 
@@ -563,44 +556,55 @@ def is_one_row(problem: SeparableConv2dProblem) -> bool:
     return problem.h == 1 and problem.kernel[0] == 1 and problem.p == 1
 
 
-def representative(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
-    """The problem that stands for `problem` in the choice of a schedule: the same layer at one of two sizes.
-
-    So a layer needs at most four kernels whatever N, H and W are: for narrow and wide maps, aligned and not.
-    """
-    aligned = problem.alignment == MAX_ALIGNMENT
-    extent = WIDE_MAP if problem.q > NARROW_Q else NARROW_MAP[problem.layout == "contiguous" and aligned]
-    taps = [(k - 1) * d + 1 for k, d in zip(problem.kernel, problem.dilation, strict=True)]
-    pads = problem.padding.top + problem.padding.bottom, problem.padding.left + problem.padding.right
-    extents = (1, extent * extent) if is_one_row(problem) else (extent, extent)
-    sizes = ((extents[i] - 1) * problem.stride[i] + taps[i] - pads[i] for i in range(2))
-    h, w = (min(max(size, 1), MAX_EXTENT) for size in sizes)
-    return replace(problem, n=32, h=h, w=w, alignment=MAX_ALIGNMENT if aligned else 1)
-
-
-def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
-    """Legal schedules (of one path, or of all), best first by `estimate` for the problem's `representative`.
-
-    Among all paths portable ones come first only by a margin: their estimate is the rougher one.
-    """
-    archs.check(arch)
-    stand_in = representative(problem)
-    paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
-    found = [schedule for name in paths for schedule in _ranked(stand_in, name, arch)]
-    if len(paths) > 1:
-        found.sort(key=lambda s: estimate(stand_in, s, arch) * (_PORTABLE_MARGIN if s.path == "portable" else 1))
+def typical(problem: SeparableConv2dProblem) -> list[SeparableConv2dProblem]:
+    """The same layer at TYPICAL_SIZES, as aligned as `problem` is; 1-D convolutions at as many pixels in one row."""
+    p = problem
+    taps = [(k - 1) * d + 1 for k, d in zip(p.kernel, p.dilation, strict=True)]
+    pads = p.padding.top + p.padding.bottom, p.padding.left + p.padding.right
+    found = []
+    for n, extent in TYPICAL_SIZES[p.layout]:
+        extents = (1, extent * extent) if is_one_row(p) else (extent, extent)
+        sizes = ((extents[i] - 1) * p.stride[i] + taps[i] - pads[i] for i in range(2))
+        h, w = (min(max(size, 1), MAX_EXTENT) for size in sizes)
+        found.append(replace(p, n=n, h=h, w=w, alignment=MAX_ALIGNMENT if p.alignment == MAX_ALIGNMENT else 1))
     return found
 
 
+def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
+    """Legal schedules, of one path or of all: first the best of each typical size, in both parts by `estimate`."""
+    archs.check(arch)
+    paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
+    rankings = [
+        preferred((s for name in paths for s in ranked(size, name, arch)), lambda s, size=size: estimate(size, s, arch))
+        for size in typical(problem)
+    ]
+    return best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
+
+
+def preferred(schedules: Iterable, estimated: Callable[[Any], float]) -> list:
+    """Schedules of both paths by their estimates, best first."""
+    return sorted(schedules, key=lambda s: estimated(s) * (PORTABLE_MARGIN if s.path == "portable" else 1))
+
+
+def best_first(rankings: Iterable[list], legal: Callable[[Any], object], estimated: Callable[[Any], float]) -> list:
+    """All that is legal of several rankings: first the best of each ranking, then the rest; both as preferred."""
+    chosen, rest = {}, {}
+    for ranking in rankings:
+        found = [schedule for schedule in ranking if legal(schedule)]
+        chosen.update(dict.fromkeys(found[:1]))
+        rest.update(dict.fromkeys(found[1:]))
+    return preferred(chosen, estimated) + preferred((s for s in rest if s not in chosen), estimated)
+
+
 @lru_cache(maxsize=1024)
-def _ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Schedule, ...]:
-    """The best schedules of one path, best first. On sm90 they differ by more than their rings."""
+def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Schedule, ...]:
+    """The best schedules of one path for this very size, best first. On sm90 they differ by more than their rings."""
     legal = _legal(problem, path, arch)
-    ranked = sorted(legal, key=lambda s: (estimate(problem, s, arch), -s.row_slots, -s.staging_groups))
+    found = sorted(legal, key=lambda s: (estimate(problem, s, arch), -s.row_slots, -s.staging_groups))
     if path == "portable":
-        return tuple(ranked[:PORTABLE_CANDIDATES])
+        return tuple(found[:PORTABLE_CANDIDATES])
     best = {}
-    for s in ranked:
+    for s in found:
         best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups), s)
     return tuple(best.values())[:SM90_CANDIDATES]
 
@@ -610,34 +614,4 @@ def estimate(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> 
     """Estimated microseconds of a call on a large GPU: for choosing, not for predicting."""
     if schedule.path == "sm90":
         return estimates.sm90_us(Geometry(problem, schedule))
-    loads = "channels" if problem.layout == "channels_last" else "columns"
-    fit = _PORTABLE_FIT[loads if problem.alignment == MAX_ALIGNMENT else "elements"]
-    return fit * _portable_cost(problem, schedule, arch) / estimates.CYCLES_PER_US + estimates.LAUNCH_US
-
-
-def _portable_cost(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
-    """Estimated cycles of one multiprocessor: issue slots, shared-memory reads, MMAs and bytes of all its blocks."""
-    g, s, size = Geometry(problem, schedule), schedule, problem.element_size
-    warps, taps, lane_channels = 4 * s.warpgroups, problem.kernel[0] * problem.kernel[1], 8 // size
-    tile_p = g.tile_p * s.warpgroups
-    tiles = problem.n * -(-problem.p // tile_p) * -(-problem.q // g.tile_q) * g.oc_tiles
-    groups = -(-problem.c // 16)
-    # Of one warp and 16 channels: multiply-adds, MMAs with their FADDs, vectors read from shared memory.
-    fmas = 8 * s.blocks * taps
-    mmas = s.blocks * s.tile_oc // 8 * (6 if g.split else g.mma_steps)
-    rows = min(g.window_rows(s.blocks), problem.kernel[0] * s.blocks)
-    vectors = g.mma_steps * rows * min(g.window_cols(2), 2 * problem.kernel[1])
-    weights = g.mma_steps * taps * lane_channels // 4 * s.blocks + g.mma_steps * s.tile_oc // 16 * (2 if g.split else 1)
-    if s.gather:
-        vectors = 4 * g.mma_steps * s.blocks * taps * lane_channels
-    issue = groups * warps / 4 * (fmas + mmas * (2 if g.split else 1) + vectors + weights + 40)
-    reads = groups * warps * (2 * vectors + 2 * weights)
-    tensor = groups * warps / 4 * mmas * 8
-    work = max(issue, reads, tensor) + 0.25 * min(issue, reads, tensor)
-    window = g.window_rows(tile_p) * g.window_cols(g.tile_q) * problem.c * size
-    output = min(tile_p * g.tile_q, problem.p * problem.q) * min(s.tile_oc, problem.o) * size
-    move = (window + g.chunks * g.stage_bytes) / 32 + output / 16
-    # Blocks on one multiprocessor hide each other's loads and latencies.
-    resident = max(1, min(archs.SHARED_BYTES[arch] // (g.shared_bytes + 1024), g.resident_blocks))
-    block = max(work, move) + (min(work, move) + 2000 * g.chunks) / resident
-    return max(tiles / _MULTIPROCESSORS, 1.0) * block
+    return estimates.portable_us(Geometry(problem, schedule), arch)
