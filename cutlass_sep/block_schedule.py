@@ -121,6 +121,16 @@ class FusedGeometry:
         return 2 if self.tile.tile_oc > 128 else 1
 
     @property
+    def lane_oc(self) -> int:
+        """Output channels side by side that a lane of a project warpgroup has.
+
+        wgmma gives it two; channels_last, the rows of the project weights come in an order that makes them more.
+        """
+        if not self.channels_last:
+            return 2
+        return next(oc for oc in (8, 4, 2) if self.problem.o % (4 * oc) == 0)
+
+    @property
     def chunks(self) -> int:
         return -(-self.problem.e // FUSED_CHUNK)
 

@@ -210,12 +210,20 @@ class FusedStage(Stage):
             # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
             strides = (("l",), (16,), ("l", "c"))
             window = TensorMap(_X, ("l", "c", blocks, "n"), (16, 64, blocks, 1), 32, strides)
-        project_rows = g.math_instruction.instruction_shape[1]
+        rows = g.math_instruction.instruction_shape[1]
+        if g.lane_oc == 2:
+            project = TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, rows), 128)
+        else:
+            # Lane t has columns 2t and 2t + 1 of each 8: these get lane_oc output channels that lie side by side.
+            pairs, group = g.lane_oc // 2, 4 * g.lane_oc
+            extents = ("e", 2, 4, pairs, g.problem.o // group)
+            strides = (("e",), (g.lane_oc, "e"), (2, "e"), (group, "e"))
+            project = TensorMap(_PW_WEIGHT, extents, (FUSED_CHUNK, 2, 4, pairs, rows // group), 128, strides)
         return [
             x,
             window,
             TensorMap(_EXPAND_WEIGHT, ("c", "e"), (64, FUSED_CHUNK), 128),
-            TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, project_rows), 128),
+            project,
         ]
 
 

@@ -360,8 +360,11 @@ struct Depthwise {
     auto const load_project = [&](int i, int slot) {
       auto& full = shared.project_full[slot];
       full.arrive_and_expect_tx(L::kProjectSlotBytes);
-      cute::SM90_TMA_LOAD_2D::copy(&project_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.project(slot),
-                                   i / L::kHalves % L::kChunks * L::kChunkChannels, i % L::kHalves * L::kHalfOc);
+      auto* const barrier = reinterpret_cast<uint64_t*>(&full);
+      int const hidden = i / L::kHalves % L::kChunks * L::kChunkChannels, output = i % L::kHalves * L::kHalfOc;
+      char* const to = shared.project(slot);
+      if constexpr (Config::kLaneOc == 2) cute::SM90_TMA_LOAD_2D::copy(&project_map, barrier, kTmaHint, to, hidden, output);
+      else cute::SM90_TMA_LOAD_5D::copy(&project_map, barrier, kTmaHint, to, hidden, 0, 0, 0, output / (4 * Config::kLaneOc));
     };
     if (warp == 0 && cute::elect_one_sync())
       for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
@@ -393,13 +396,15 @@ struct Depthwise {
   }
 };
 
-/// A project warpgroup. Lane: output channels 8j + 2t + i of its 64 positions' rows g (h = 0) and g + 8 (h = 1) of the warp's 16.
+/// A project warpgroup. Lane: columns 8j + 2t + i of its 64 positions' rows g (h = 0) and g + 8 (h = 1) of the warp's 16. A column is an output
+/// channel, in an order (project_map's) by which a lane has kLaneOc channels side by side of each 4 kLaneOc.
 template <class Config>
 struct Project {
   using L = BlockLayout<Config>;
   using R = PositionRows<Config>;
   using Element = typename Config::Element;
   using Accumulator = float[Config::kTileOc / 2];
+  static constexpr int kRun = Config::kLaneOc / 2;  // blocks of 8 columns in which a lane has channels side by side
 
   template <int Half, int... I>
   CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, cute::integer_sequence<int, I...>) {
@@ -419,25 +424,33 @@ struct Project {
 
   /// The residual as the sums' first value: x at the warp's positions, from `position` of the window on (a multiple of 8 where contiguous).
   CUTLASS_DEVICE static void start(Accumulator& acc, char const* x, int position, int lane) {
-    // Matrix m of a load: output channels 8 (j + m / 2), row half m % 2; lane l addresses row l % 8 of matrix l / 8.
-    int const p = position + lane / 8 % 2 * 8 + (Config::kChannelsLast ? lane % 8 : 0);
-    uint32_t const offset = Config::kChannelsLast ? p * 128 + ((p ^ lane / 16) % 8 << 4)
-                                                  : p / 16 * L::kXBlockBytes + (lane / 16 * 8 + lane % 8) * 32 + ((p / 8 ^ lane / 4) % 2 << 4);
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Config::kTileOc / 8; j += 2) {
-      uint32_t raw[4];
-      if constexpr (Config::kChannelsLast) {
-        char const* const address = x + j / 8 * L::kXAtomBytes + (offset ^ j % 8 << 4);
-        cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), raw[0], raw[1], raw[2], raw[3]);
-      } else {
+    if constexpr (Config::kChannelsLast) {
+      int const p = position + lane / 4, channel = lane % 4 * Config::kLaneOc;
+      uint32_t const offset = p * 128 + ((p ^ channel / 8) % 8 << 4) + channel % 8 * 2;
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Config::kTileOc / 8; j += kRun)
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          float value[Config::kLaneOc];
+          load_vector<Element>(value, x + j / 8 * L::kXAtomBytes + h * 8 * 128 + (offset ^ j % 8 << 4));
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < Config::kLaneOc; ++i) acc[4 * (j + i / 2) + 2 * h + i % 2] = value[i];
+        }
+    } else {
+      // Matrix m of a load: output channels 8 (j + m / 2), row half m % 2; lane l addresses row l % 8 of matrix l / 8.
+      int const p = position + lane / 8 % 2 * 8;
+      uint32_t const offset = p / 16 * L::kXBlockBytes + (lane / 16 * 8 + lane % 8) * 32 + ((p / 8 ^ lane / 4) % 2 << 4);
+      CUTLASS_PRAGMA_UNROLL
+      for (int j = 0; j < Config::kTileOc / 8; j += 2) {
+        uint32_t raw[4];
         char const* const address = x + j / 8 * L::kXAtomBytes + j % 8 * 8 * 32 + offset;
         cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(address), raw[0], raw[1], raw[2], raw[3]);
-      }
-      CUTLASS_PRAGMA_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        auto const& pair = reinterpret_cast<cutlass::Array<Element, 2> const&>(raw[m]);
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 2; ++i) acc[4 * (j + m / 2) + 2 * (m % 2) + i] = float(pair[i]);
+        for (int m = 0; m < 4; ++m) {
+          auto const& pair = reinterpret_cast<cutlass::Array<Element, 2> const&>(raw[m]);
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 2; ++i) acc[4 * (j + m / 2) + 2 * (m % 2) + i] = float(pair[i]);
+        }
       }
     }
   }
@@ -445,25 +458,30 @@ struct Project {
   /// Sums, with bias, to y. `q`: the warp's first position.
   CUTLASS_DEVICE static void store(Arguments const& args, Accumulator const& acc, float const* bias, int n, int q, int lane) {
     int const g = lane / 4, t = lane % 4;
-    // contiguous: lane (g, t) stores output channel 8j + g and 4 positions; channels_last: channels 8j + 2t and the next of position g.
+    // contiguous: lane (g, t) stores output channel 8j + g and 4 positions; channels_last: kLaneOc channels of position g.
     int const position = Config::kChannelsLast ? q + g : q + t % 2 * 8 + t / 2 * 4;
-    int64_t const first = Config::kChannelsLast ? (int64_t(n) * args.w + position) * Config::kO + 2 * t
+    int64_t const first = Config::kChannelsLast ? (int64_t(n) * args.w + position) * Config::kO + Config::kLaneOc * t
                                                 : (int64_t(n) * Config::kO + g) * args.w + position;
     Element* y = static_cast<Element*>(args.y) + first;
     bool const inside[2] = {position < args.w, position + 8 < args.w};
     CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < Config::kTileOc / 8; ++j) {
-      float b[2];
-      load_vector<float>(b, bias + 8 * j + 2 * t);
-      uint32_t pair[2];  // output channels 2t, 2t + 1 of positions g, g + 8
+    for (int j = 0; j < Config::kTileOc / 8; j += kRun) {
+      float b[Config::kLaneOc];
+      load_vector<float>(b, bias + 8 * j + Config::kLaneOc * t);
+      cutlass::AlignedArray<uint32_t, kRun> word[2];  // of positions g, g + 8
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h) pair[h] = pack_pair<Element>(acc[4 * j + 2 * h] + b[0], acc[4 * j + 2 * h + 1] + b[1]);
+      for (int h = 0; h < 2; ++h)
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < kRun; ++k)
+          word[h][k] = pack_pair<Element>(acc[4 * (j + k) + 2 * h] + b[2 * k], acc[4 * (j + k) + 2 * h + 1] + b[2 * k + 1]);
       if constexpr (Config::kChannelsLast) {
         CUTLASS_PRAGMA_UNROLL
         for (int h = 0; h < 2; ++h)
-          if (inside[h] && 8 * j + 2 * t < Config::kO) *reinterpret_cast<uint32_t*>(y + h * 8 * Config::kO) = pair[h];
-        y += 8;
+          if (inside[h] && 8 * j + Config::kLaneOc * t < Config::kO)
+            *reinterpret_cast<cutlass::AlignedArray<uint32_t, kRun>*>(y + h * 8 * Config::kO) = word[h];
+        y += 8 * kRun;
       } else {
+        uint32_t pair[2] = {word[0][0], word[1][0]};
         // Transposed, lane (g, t) has output channel g and positions 2t, 2t + 1 of each half; lanes t and t ^ 1 then exchange halves.
         CUTLASS_PRAGMA_UNROLL
         for (int h = 0; h < 2; ++h) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -169,15 +170,8 @@ def test_one_box_of_a_window_is_what_its_pieces_are(monkeypatch: pytest.MonkeyPa
     """x of the fused block, contiguous: windows inside a sequence come by the second map, others by the first."""
     given = Block(n=3, c=64, e=64, l=264, kernel=9).tensors("meta", torch.bfloat16)
     op = cutlass_sep.op.SeparableConvBlock1d(*given, path="sm90", form="fused", arch="sm_90a")
-    monkeypatch.setattr(kernel, "_tensor_map", lambda *described: described)
-    pieces, whole, *_ = (of.encode(op.problem, 1 << 20) for of in op.kernel.stages[0].maps)
-
-    def address(of: tuple, *position: int) -> int:
-        dtype, start, extents, strides, box, swizzle = of
-        assert (dtype, len(extents), len(strides), swizzle) == ("bfloat16", len(box), len(box) - 1, 32)
-        assert all(0 <= at < extent for at, extent in zip(position, extents, strict=True))
-        return start + sum(at * stride for at, stride in zip(position, (2, *strides), strict=True))
-
+    pieces, whole, *_ = described_maps(op, monkeypatch)
+    assert pieces[5] == whole[5] == 32
     (span, channels, blocks, sequences), piece = whole[4], pieces[4]
     assert piece == (span, channels, sequences) == (16, 64, 1)
     assert span * blocks == op.kernel.stages[0].geometry.positions == 144
@@ -185,3 +179,45 @@ def test_one_box_of_a_window_is_what_its_pieces_are(monkeypatch: pytest.MonkeyPa
         for block in range(blocks):
             for l, c, n in ((0, 0, 0), (15, 63, 2), (7, 20, 1)):  # noqa: E741
                 assert address(whole, window + l, c, block, n) == address(pieces, window + 16 * block + l, c, n)
+
+
+@pytest.mark.parametrize(("o", "side_by_side"), [(256, 8), (96, 8), (48, 4), (40, 2)])
+def test_columns_of_a_lane_are_output_channels_side_by_side(o: int, side_by_side: int, monkeypatch: pytest.MonkeyPatch):
+    """Project weights of the fused block, channels_last: wgmma gives lane t columns 2t and 2t + 1 of each 8."""
+    given = Block(n=3, c=64, e=72, o=o, residual=False).tensors("meta", torch.float16)
+    given = (given[0].transpose(1, 2).contiguous().transpose(1, 2), *given[1:])
+    op = cutlass_sep.op.SeparableConvBlock1d(*given, residual=False, path="sm90", form="fused", arch="sm_90a")
+    geometry = op.kernel.stages[0].geometry
+    assert geometry.lane_oc == side_by_side
+    *_, weights = described_maps(op, monkeypatch)
+    _, start, extents, _, box, swizzle = weights
+    assert (box[0], swizzle) == (64, 128)
+    instruction = geometry.tile.tile_oc // geometry.halves
+    # Rows of the box in the order in which they come to lie in shared memory.
+    rows = [row[::-1] for row in itertools.product(*map(range, box[:0:-1]))]
+    assert len(rows) == instruction
+    for half in range(geometry.halves):
+        lanes = [[] for _ in range(4)]
+        for column, row in enumerate(rows):
+            position = (*row[:-1], row[-1] + half * box[-1])
+            if position[-1] < extents[-1]:  # else zeros
+                channel, rest = divmod(address(weights, 0, *position) - start, 2 * op.problem.e)
+                assert rest == 0
+                lanes[column // 2 % 4].append(channel - half * instruction)
+        groups = range(min(o - half * instruction, instruction) // (4 * side_by_side))
+        for t, channels in enumerate(lanes):
+            assert channels == [(4 * g + t) * side_by_side + i for g in groups for i in range(side_by_side)]
+
+
+def described_maps(op, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What the TMA descriptors of the first kernel are encoded from."""
+    monkeypatch.setattr(kernel, "_tensor_map", lambda *described: described)
+    return [of.encode(op.problem, 1 << 20) for of in op.kernel.stages[0].maps]
+
+
+def address(of: tuple, *position: int) -> int:
+    """Where the element at `position` of a described map lies."""
+    _, start, extents, strides, box, _ = of
+    assert len(extents) == len(box) == len(strides) + 1
+    assert all(0 <= at < extent for at, extent in zip(position, extents, strict=True))
+    return start + sum(at * stride for at, stride in zip(position, (2, *strides), strict=True))
