@@ -3,6 +3,8 @@
 Importing this does no CUDA, compiler or disk work.
 """
 
+from typing import Any
+
 from . import emit, functional, op
 from .errors import CompileError, EnvironmentProblem, Unsupported
 from .explain import explain, supports, warmup
@@ -19,5 +21,15 @@ __all__ = [
     "functional",
     "op",
     "supports",
+    "tune",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`tune` on first use: it needs what no other call does, the timing of the benchmarks and a progress bar."""
+    if name == "tune":
+        from .tuner import tune
+
+        return tune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -329,14 +329,15 @@ def candidates(
 ) -> list[BlockSchedule]:
     """Legal schedules, of one path and form or of all: the best of each typical length first, then by `estimate`."""
     archs.check(arch)
-    rankings = [_ranked(size, arch, path, form) for size in typical(problem)]
+    rankings = [for_size(size, arch, path, form) for size in typical(problem)]
     return separable.best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
 
 
 @lru_cache(maxsize=1024)
-def _ranked(
-    problem: SeparableBlock1dProblem, arch: str, path: str | None, form: str | None
+def for_size(
+    problem: SeparableBlock1dProblem, arch: str, path: str | None = None, form: str | None = None
 ) -> tuple[BlockSchedule, ...]:
+    """The schedules, of one path and form or of all, with the best estimates for this very size, best first."""
     found = []
     for name in PATHS:
         if path not in (None, name):

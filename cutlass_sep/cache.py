@@ -41,7 +41,7 @@ REMEDY = "set CUTLASS_SEP_CACHE_DIR to a folder of your own"
 
 _MAGIC = b"CSEPENT1"
 _FOOTER_BYTES = 32 + 8 + len(_MAGIC)
-_ENTRY_SUFFIXES = (".cubin", ".headers", ".failed.cu")
+_ENTRY_SUFFIXES = (".cubin", ".headers", ".failed.cu", ".tuned")
 
 
 class _BadEntry(Exception):
@@ -123,11 +123,17 @@ class Store:
             os.utime(path)
         return payload, header["meta"]
 
-    def save(self, key: str, name: str, payload: bytes, meta: dict[str, Any], suffix: str = ".cubin") -> None:
-        """Publish an entry atomically, then hold the folder below CAP_BYTES."""
+    def save(self, key: str, name: str, payload: bytes, meta: dict[str, Any], suffix: str = ".cubin") -> bool:
+        """Publish an entry atomically, then hold the folder below CAP_BYTES; whether the entry is there."""
         path = self.path(key, name, suffix)
-        if path is not None and self._write(path, _encode(payload, {"key": key, "name": name, "meta": meta})):
-            self._evict(keep=path)
+        if path is None or not self._write(path, _encode(payload, {"key": key, "name": name, "meta": meta})):
+            return False
+        self._evict(keep=path)
+        return True
+
+    def contains(self, suffix: str) -> bool:
+        """Whether there is any file with this ending."""
+        return bool(self._files((suffix,)))
 
     def save_failed_source(self, key: str, name: str, source: str) -> Path | None:
         """Keep a source that did not compile; its path, or None where that cannot be done."""

@@ -189,8 +189,8 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "--suite", metavar="lead|lead2d|lead1d|sweep1d|FILE",
         help="'lead' (both lead shapes in every dtype), one of them, 'sweep1d' (the block in every form over lengths, "
-        "channels and kernels) or a file of layers; of the problem's arguments only --dtype, --fp32-precision, --path "
-        "and --form then count; default: the one problem of the arguments",
+        "channels and kernels) or a file of layers; of the problem's arguments only --dtype, --layout, "
+        "--fp32-precision, --path and --form then count; default: the one problem of the arguments",
     )  # fmt: skip
     bench.add_argument(
         "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
@@ -202,9 +202,14 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     text = f"of {', '.join(timings)}; default: events"
     bench.add_argument("--timing", type=_names(*timings), default=timings[:1], metavar="T[,T]", help=text)
     bench.add_argument("--samples", type=_extent, default=40, help="timed samples of each implementation")
+    bench.add_argument("--batch", type=_extent, metavar="N", help="batch of every layer of the file; default: its own")
+    text = "time the schedules with the best estimates, and PyTorch's convolutions, first; calls then take the fastest"
+    bench.add_argument("--tune", action="store_true", help=text)
     bench.add_argument("--startup", action="store_true", help="also time cold and warm starts, and host time per call")
     bench.add_argument("--output", type=Path, metavar="FILE", help="write the results there")
     bench.add_argument("--append", action="store_true", help="keep what the file has of other measurements")
+    text = "as --append, and leave out the cases whose rows the file has, measured with the kernels as they are now"
+    bench.add_argument("--resume", action="store_true", help=text)
     bench.add_argument(
         "--report", type=Path, metavar="DIR",
         help="write a page, index.html, and PNG plots of all results there (with --append, of the whole file)",

@@ -7,6 +7,7 @@ import re
 import secrets
 import tempfile
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ DEFAULTS = {
     "sepblock1d": {"shape": (32, 256, 4096), "kernel": (9,), "dilation": (1,), "bias": True, "activation": "gelu"},
 }  # fmt: skip
 COMMON_DEFAULTS = {"dtype": "float32", "layout": "contiguous", "fp32_precision": "ieee"}
+_SUITES = ("lead", "lead2d", "lead1d", "sweep1d")
 #: The flags that an error of the API follows from, by words that it then has.
 FLAGS_OF_ERRORS = {
     "shape": r"\bx\b|extent|sizes|weights|work items|\b[CWQL] = ",
@@ -151,11 +153,15 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
         _check_report_folder(args.report)
     # The sweep compares forms, so both of them are measured beside the planner's pick, in one layout.
     sweep = args.suite == "sweep1d"
+    layer_file = args.suite is not None and args.suite not in _SUITES
+    layouts = LAYOUTS if args.layout is None or args.suite is None else (args.layout,)
+    # Compiling takes most of a layer's time: channels_last alone, the compiled peers' faster layout on the lead shapes.
     request = session.Request(
         cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path,
         forms=(None, *FORMS) if sweep and args.form is None else (args.form,),
-        layouts=("contiguous",) if sweep else LAYOUTS, samples=args.samples, startup=args.startup, output=args.output,
-        append=args.append,
+        layouts=("contiguous",) if sweep else layouts,
+        compiled_layouts=("channels_last",) if layer_file else LAYOUTS, tune=args.tune, samples=args.samples,
+        startup=args.startup, output=args.output, append=args.append or args.resume, resume=args.resume,
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}
@@ -296,8 +302,8 @@ def _write(path: Path, data: bytes) -> None:
 
 def _check_results_file(args: argparse.Namespace) -> None:
     """UsageError, before anything is measured, if the results could not be written or added to --output."""
-    if args.append and args.output is None:
-        raise UsageError("--append needs --output: the file to add to")
+    if (args.append or args.resume) and args.output is None:
+        raise UsageError(f"--{'append' if args.append else 'resume'} needs --output: the file to add to")
     if args.output is None:
         return
     try:
@@ -521,8 +527,12 @@ def _verify(built: Operation, device: torch.device, seed: int, output: Output) -
 def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     """The cases of `bench`, and {id: reason} of those left out. Dtype and precision, if named, narrow a suite."""
     if args.suite is None:
+        if args.batch is not None:
+            raise UsageError("--batch is for a file of layers; the batch of one problem is the first extent of --shape")
         return [Case("custom", _op(args).problem)], {}
     leads = {"lead": [inputs.lead(), inputs.lead1d()], "lead2d": [inputs.lead()], "lead1d": [inputs.lead1d()]}
+    if args.batch is not None and args.suite in _SUITES:
+        raise UsageError(f"--batch is for a file of layers, not for the suite {args.suite}")
     left_out: dict[str, str] = {}
     if args.suite in leads:
         bases, variants = leads[args.suite], session.LEAD_VARIANTS
@@ -539,6 +549,8 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     ]
     if not chosen:
         chosen = [(args.dtype or "float32", args.fp32_precision)]
+    if args.batch is not None:
+        bases = [replace(case, problem=replace(case.problem, n=args.batch)) for case in bases]
     cases = [
         inputs.variant(case, dtype, case.problem.layout, precision) for case in bases for dtype, precision in chosen
     ]

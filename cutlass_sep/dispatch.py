@@ -79,7 +79,7 @@ def choose(problem: Problem, device: torch.device) -> Plan:
 
     Raises one of `UNAVAILABLE` where no kernel can be planned although the call is one for a kernel.
     """
-    from . import arch, planner
+    from . import arch, planner, tuned
 
     if device.type not in ("cuda", "meta"):
         return planner.Plan("torch", None, f"tensors on {device.type} run through ATen")
@@ -87,6 +87,8 @@ def choose(problem: Problem, device: torch.device) -> Plan:
         return planner.Plan("torch", None, f"{problem.dtype} runs through ATen")
     if problem.n == 0:
         return planner.Plan("torch", None, "the batch is empty: nothing is launched")
+    if device.type == "cuda" and (found := tuned.pick(problem, device)) is not None:
+        return found
     target = arch.of_device(device.index) if device.type == "cuda" else arch.default()
     plan = planner.plan(problem, target)
     if plan.path == "torch" and not planner.candidates(problem, target):
@@ -95,7 +97,7 @@ def choose(problem: Problem, device: torch.device) -> Plan:
 
 
 def clear() -> None:
-    """Forget every launcher and which warnings were given (for tests)."""
+    """Forget every launcher, so that the next call of each kind is planned anew, and which warnings were given."""
     _launchers.clear()
     _warned.clear()
 

@@ -22,13 +22,14 @@ from .schedule import Schedule, Support
 class Explanation:
     """path: "sm90", "portable" or "torch". reason: why that one. schedule: None on path "torch".
 
-    form: "fused" or "two_kernel" of a block, None on path "torch" and in 2-D.
+    form: "fused" or "two_kernel" of a block, None on path "torch" and in 2-D. tuned: the pick was timed by `tune`.
     """
 
     path: str
     reason: str
     schedule: Schedule | BlockSchedule | None
     form: str | None = None
+    tuned: bool = False
 
 
 def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
@@ -37,15 +38,15 @@ def explain(f: Any, *args: Any, **kwargs: Any) -> Explanation:
     Meta tensors are planned for the default architecture. TypeError for any other f.
     """
     if isinstance(f, Operation):
-        return Explanation(f.path, f.reason, f.schedule, f.form)
+        return Explanation(f.path, f.reason, f.schedule, f.form, f.tuned)
     if isinstance(f, SeparableModule) and (reason := f.plain_reason()) is not None:
         return Explanation("torch", reason, None)
-    problem, device = _problem(f, args, kwargs)
+    problem, device = problem_of_call(f, args, kwargs)
     try:
         plan = dispatch.choose(problem, device)
     except dispatch.UNAVAILABLE as error:
         return Explanation("torch", str(error), None)
-    return Explanation(plan.path, plan.reason, plan.schedule, plan.form)
+    return Explanation(plan.path, plan.reason, plan.schedule, plan.form, plan.tuned)
 
 
 def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +65,7 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
         return
     if isinstance(f, SeparableModule) and f.plain_reason() is not None:
         return
-    problem, device = _problem(f, args, kwargs)
+    problem, device = problem_of_call(f, args, kwargs)
     plan = dispatch.choose(problem, device)
     if plan.path == "torch":
         return
@@ -92,7 +93,8 @@ def supports(op_or_problem: Operation | Problem, path: str, arch: str, form: str
     return Support(True) if form is None else Support(False, "path torch has no forms")
 
 
-def _problem(f: Any, args: tuple, kwargs: dict) -> tuple[Problem, torch.device]:
+def problem_of_call(f: Any, args: tuple, kwargs: dict) -> tuple[Problem, torch.device]:
+    """The problem of `f(*args, **kwargs)`, f a function or module of this package, and the device it runs on."""
     if isinstance(f, SeparableModule):
         operator = f.op.operator
         tensors, options = f.call(*args, **kwargs)

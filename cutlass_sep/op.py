@@ -70,11 +70,12 @@ class Operation:
         self._dtype = x.dtype
         self._kernel: Kernel | None = None
         self._capable: set[int] = set()
-        chosen = self._plan(path, form, schedule)
+        chosen = self._plan(x.device, path, form, schedule)
         self.path, self.form, self.schedule, self.reason = chosen.path, chosen.form, chosen.schedule, chosen.reason
+        self.tuned = chosen.tuned
 
-    def _plan(self, path: str | None, form: str | None, schedule: Any) -> Plan:
-        from . import planner
+    def _plan(self, device: torch.device, path: str | None, form: str | None, schedule: Any) -> Plan:
+        from . import planner, tuned
 
         problem, arch = self.problem, self.arch
         planner.check_form(problem, form)
@@ -88,6 +89,10 @@ class Operation:
             if not (support := planner.rules(problem).check(problem, schedule, arch)):
                 raise Unsupported(f"this schedule cannot run on {arch}: {support.reason}")
             return given
+        if path is None and form is None and device.type == "cuda" and arch == archs.of_device(device.index):
+            found = tuned.pick(problem, device)
+            if found is not None and found.schedule is not None:
+                return found
         chosen = planner.plan(problem, arch, path, form)
         if chosen.schedule is not None or path == "torch":
             return chosen

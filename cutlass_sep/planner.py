@@ -26,11 +26,12 @@ TORCH_LEAST_US = 6.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs a problem and why. `schedule` is None on path "torch"."""
+    """What runs a problem and why. `schedule` is None on path "torch"; `tuned`: timed by `tune`, not estimated."""
 
     path: str
     schedule: Schedule | BlockSchedule | None
     reason: str
+    tuned: bool = False
 
     @property
     def form(self) -> str | None:
@@ -69,6 +70,12 @@ def candidates(problem: Problem, arch: str, path: str | None = None, form: str |
     """Legal schedules, of one path and form or of all, best first."""
     check_form(problem, form)
     return rules(problem).candidates(problem, arch, path, *(() if form is None else (form,)))
+
+
+def contenders(problem: Problem, arch: str, count: int) -> list:
+    """The schedule that a call would take, and those with the best estimates for this very size: `count` in all."""
+    found = dict.fromkeys([*candidates(problem, arch)[:1], *rules(problem).for_size(problem, arch)])
+    return [schedule for schedule in found if rules(problem).check(problem, schedule, arch)][:count]
 
 
 @lru_cache(maxsize=4096)

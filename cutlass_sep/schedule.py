@@ -573,12 +573,15 @@ def typical(problem: SeparableConv2dProblem) -> list[SeparableConv2dProblem]:
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
     """Legal schedules, of one path or of all: first the best of each typical size, in both parts by `estimate`."""
     archs.check(arch)
-    paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
-    rankings = [
-        preferred((s for name in paths for s in ranked(size, name, arch)), lambda s, size=size: estimate(size, s, arch))
-        for size in typical(problem)
-    ]
+    rankings = [for_size(size, arch, path) for size in typical(problem)]
     return best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
+
+
+def for_size(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
+    """The schedules, of one path or of all, with the best estimates for this very size, best first."""
+    paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
+    found = (schedule for name in paths for schedule in ranked(problem, name, arch))
+    return preferred(found, lambda s: estimate(problem, s, arch))
 
 
 def preferred(schedules: Iterable, estimated: Callable[[Any], float]) -> list:

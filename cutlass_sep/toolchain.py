@@ -5,8 +5,11 @@ Everything is found beside the installed distributions. CUDA_HOME, CUDA_PATH and
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -162,3 +165,19 @@ def _folder(tree: Tree) -> str | None:
 def _major_minor(version: str) -> tuple[int, int]:
     major, minor, *_ = (*version.split("."), "0")
     return int(major), int(re.match(r"\d*", minor)[0] or 0)
+
+
+@functools.lru_cache(maxsize=1)
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, e.g. "580.95.05", or None where neither the kernel nor nvidia-smi says."""
+    with contextlib.suppress(OSError, IndexError):
+        # NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build ...
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        if (found := re.search(r"\b\d+\.\d+(\.\d+)?\b", line)) is not None:
+            return found[0]
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
+    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None

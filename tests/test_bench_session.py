@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from cutlass_sep import arch, functional
-from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, session, startup
+from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, session, startup, timing
 from cutlass_sep.bench.inputs import Case
 from cutlass_sep.console import Output
+from cutlass_sep.explain import Explanation
 
 DEVICE = torch.device("cpu")
 LIMITS = {"copy_TBps": 4.0, "bf16_TFLOPS": 700.0, "fp16_TFLOPS": 700.0, "tf32_TFLOPS": 350.0, "fp32_TFLOPS": 50.0}
@@ -141,7 +142,7 @@ def test_forms_that_were_forced_inform_and_do_not_fail(ceilings_known, monkeypat
 
     class Forced:
         def __init__(self, *tensors, form, **options):
-            self.path, self.form, self.options = "portable", form, options
+            self.path, self.form, self.tuned, self.options = "portable", form, False, options
             self.schedule = type("S", (), {"to_json": lambda self: {"form": form}})()
 
         def run(self, *tensors):
@@ -191,7 +192,9 @@ def test_wrong_values_get_no_row(ceilings_known, monkeypatch):
         return right(*args, **kwargs) + 1e-3
 
     monkeypatch.setattr(
-        runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None, "form": None})()
+        runner,
+        "explain",
+        lambda f, *a, **k: Explanation("torch", "", None),
     )
     monkeypatch.setattr(functional, "depthwise_separable_conv2d", wrong)
     finished = run(case())
@@ -226,7 +229,9 @@ def test_slower_rows_fail_the_session(ceilings_known, monkeypatch):
         return right(*args, **kwargs)
 
     monkeypatch.setattr(
-        runner, "explain", lambda f, *a, **k: type("E", (), {"path": "torch", "schedule": None, "form": None})()
+        runner,
+        "explain",
+        lambda f, *a, **k: Explanation("torch", "", None),
     )
     monkeypatch.setattr(functional, "depthwise_separable_conv2d", slow)
     finished = run(case())
@@ -259,3 +264,53 @@ def test_ceilings_are_measured(monkeypatch):
     monkeypatch.setattr(ceilings, "_SAMPLES", 2)
     found = ceilings.measure(DEVICE)
     assert set(found) == set(LIMITS) and all(value > 0 for value in found.values())
+
+
+def test_resuming_leaves_out_what_the_file_has(ceilings_known, monkeypatch, tmp_path):
+    path = tmp_path / "host.json"
+    run(case(), case("b", "bfloat16"), output=path)
+    finished = run(case(), case("b"), case("c"), output=path, append=True, resume=True)
+    assert {(row["id"], row["dtype"]) for row in finished.measured} == {("b", "float32"), ("c", "float32")}
+    data = results.load(path)
+    assert {(row["id"], row["dtype"]) for row in data["rows"]} == {
+        ("a", "float32"), ("b", "bfloat16"), ("b", "float32"), ("c", "float32"),
+    }  # fmt: skip
+    data["rows"] = [
+        row for row in data["rows"] if (row["id"], row["layout"], row["impl"]) != ("a", "contiguous", "eager")
+    ]
+    results.save(path, data)
+    finished = run(case(), case("c"), output=path, append=True, resume=True)
+    assert {row["id"] for row in finished.measured} == {"a"}, "one row was missing"
+    monkeypatch.setattr(timing, "as_graph", lambda call, sets, device: timing.Candidate(call))
+    finished = run(case("c"), output=path, append=True, resume=True, timings=("events", "cuda_graph"), peers=())
+    assert {row["timing"] for row in finished.measured} == {"events", "cuda_graph"}
+
+
+def test_compiled_peers_of_an_earlier_run_are_used_again_until_eager_drifts(ceilings_known, monkeypatch, tmp_path):
+    path = tmp_path / "host.json"
+    monkeypatch.setattr(runner.peers, "build", lambda impl, problem: runner.peers.eager(problem))
+    run(case(), output=path, peers=("eager", "compile"), compiled_layouts=("channels_last",))
+    data = results.load(path)
+    assert [row["layout"] for row in data["rows"] if row["impl"] == "compile"] == ["channels_last"]
+
+    def again(factor: float) -> tuple[list[str], list[str]]:
+        """(sentences, compiled peers left) after a run in which eager takes `factor` of what it did."""
+        results.save(path, data)
+        medians = {results.pick_key(row): row["median_ms"] for row in data["rows"]}
+        real = runner._row
+
+        def row(*args):
+            made = real(*args)
+            if made["impl"] == "eager":
+                time = factor * medians[results.pick_key(made)]
+                made |= {"p10_ms": time, "median_ms": time, "p90_ms": time}
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_row", row)
+            finished = run(case(), output=path, append=True)
+        return finished.problems, [row["impl"] for row in results.load(path)["rows"] if row["impl"] == "compile"]
+
+    assert again(1.02) == ([], ["compile"])
+    sentences, left = again(1.05)
+    assert left == [] and len(sentences) == 1 and "eager has drifted" in sentences[0]

@@ -39,7 +39,7 @@ def test_public_names():
     assert callable(cutlass_sep.functional.depthwise_separable_conv2d)
     assert isinstance(cutlass_sep.op.DepthwiseSeparableConv2d, type)
     assert isinstance(cutlass_sep.DepthwiseSeparableConv2d, type)
-    for name in ("explain", "supports", "warmup"):
+    for name in ("explain", "supports", "tune", "warmup"):
         assert callable(getattr(cutlass_sep, name))
     for name in cutlass_sep.__all__:
         assert hasattr(cutlass_sep, name)

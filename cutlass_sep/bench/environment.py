@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import shutil
-import subprocess
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from .. import toolchain
-
-
-def driver_version() -> str | None:
-    """The NVIDIA driver's version, e.g. "580.95.05", or None where nvidia-smi does not say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
+from ..toolchain import driver_version
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -270,3 +270,9 @@ def tensors(problem: Problem, device: torch.device | str, seed: int | None = Non
         dw_bias=uniform(p.c, fan_in=taps, wanted=p.dw_bias),
         pw_bias=uniform(p.o, fan_in=p.c, wanted=p.pw_bias),
     )
+
+
+def input_sets(problem: Problem, sets: int, device: torch.device) -> list[AnyTensors]:
+    """Fresh tensors for each of several calls; weights are the same tensors in all of them, as in a layer."""
+    first = tensors(problem, device)
+    return [first, *(replace(first, x=torch.randn_like(first.x)) for _ in range(sets - 1))]

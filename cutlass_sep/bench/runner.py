@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import arch as archs
-from .. import block_schedule
+from .. import block_schedule, tuner
 from ..explain import explain
 from ..problem import LAYOUTS, Problem
 from ..schedule import PATHS
@@ -27,13 +27,15 @@ SLOWER_ALLOWED = 1.03
 class Plan:
     """What to measure beside what.
 
-    layouts, peer_layouts: memory formats of x, for cutlass_sep and for every peer. path: None for the planner's pick.
-    forms: of the block, None for the planner's pick; each that its path supports is measured. samples: timed samples a
-    candidate.
+    layouts, peer_layouts, compiled_layouts: memory formats of x, for cutlass_sep, for eager and for compiled peers.
+    path: None for the planner's pick. forms: of the block, None for the planner's pick; each that its path supports is
+    measured. tune: time the candidates first, where no path and form is asked for. samples: timed samples a candidate.
     """
 
     layouts: Sequence[str] = LAYOUTS
     peer_layouts: Sequence[str] = LAYOUTS
+    compiled_layouts: Sequence[str] = LAYOUTS
+    tune: bool = False
     peers: Sequence[str] = ("eager",)
     timings: Sequence[str] = ("events",)
     path: str | None = None
@@ -81,7 +83,9 @@ def measure(
     torch.compiler.reset()
     with torch.cuda.device(device), torch.no_grad(), peers.flags(case.problem.fp32_precision):
         sets = timing.rotation(case.problem.bytes, torch.cuda.get_device_properties(device).L2_cache_size)
-        drawn = {layout: _input_sets(case, layout, sets, device) for layout in LAYOUTS}
+        drawn = {
+            layout: inputs.input_sets(replace(case.problem, layout=layout), sets, device) for layout in LAYOUTS
+        }  # fmt: skip
         ready, errors = _ready(case, plan, drawn, outcome, device)
         for kind in plan.timings:
             timed = _candidates_for(kind, ready, drawn, sets, device)
@@ -102,38 +106,46 @@ def measure(
     return outcome
 
 
-def _input_sets(case: Case, layout: str, sets: int, device: torch.device) -> list[AnyTensors]:
-    """Fresh tensors for each input set; weights are the same tensors in all of them, as in a layer."""
-    first = inputs.tensors(replace(case.problem, layout=layout), device)
-    return [first, *(replace(first, x=torch.randn_like(first.x)) for _ in range(sets - 1))]
-
-
 def _ready(
     case: Case, plan: Plan, drawn: dict[str, list[AnyTensors]], outcome: Outcome, device: torch.device
 ) -> tuple[list[_Candidate], dict]:
     """The candidates whose values are right on the first and the last input set, warm, and their errors."""
-    ready, found = [], {}
+    ready: list[_Candidate] = []
+    errors: dict[str, accuracy.Errors] = {}
     for layout in LAYOUTS:
         problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+        example = drawn[layout][0]
         makers = {}
         for form in plan.forms if layout in plan.layouts else ():
             if form is None or _supported(problem, plan.path, form, device):
                 name = " ".join(filter(None, (results.OWN, form, layout)))
-                makers[name] = partial(own, name, problem, plan.path, form, drawn[layout][0])
-        for impl in plan.peers if layout in plan.peer_layouts else ():
-            makers[f"{impl} {layout}"] = partial(_peer, f"{impl} {layout}", impl, problem)
-        for name, make in makers.items():
+                make = tuned if plan.tune and form is None and plan.path is None else own
+                makers[name] = partial(make, name, problem, plan.path, form, example)
+        for impl in plan.peers:
+            if layout in (plan.peer_layouts if impl == "eager" else plan.compiled_layouts):
+                makers[f"{impl} {layout}"] = partial(_peer, f"{impl} {layout}", impl, problem)
+        made = {}
+
+        def attempt(name: str, what: Callable[[], Any], made=made, problem=problem) -> Any:
+            """`what()`, or None with a sentence in the outcome: one that fails must not cost the other rows."""
             try:
-                candidate = make()
-                if any(candidate.repeats(other) for other in ready):
-                    continue
-                for tensors in (drawn[layout][0], drawn[layout][-1]):
-                    found[name] = check_values(candidate.impl, candidate.call, problem, tensors)
-            except Exception as error:  # a peer that does not compile must not cost the other rows
+                return what()
+            except Exception as error:
+                made.pop(name, None)
                 outcome.problems.append(f"{case.id} {name} {problem.dtype}: {type(error).__name__}: {error}")
-            else:
-                ready.append(candidate)
-    return ready, found
+
+        for name, make in makers.items():
+            candidate = attempt(name, make)
+            if candidate is not None and not any(candidate.repeats(other) for other in (*ready, *made.values())):
+                made[name] = candidate
+        for tensors in (example, drawn[layout][-1]):
+            calls = list(made.items())
+            outputs = {name: attempt(name, partial(_output, c.call, problem, tensors)) for name, c in calls}
+            verdicts = accuracy.judge(problem, tensors, {name: outputs[name] for name in made})
+            for name, candidate in list(made.items()):
+                errors[name] = attempt(name, partial(_accepted, candidate.impl, problem, verdicts[name]))
+        ready += made.values()
+    return ready, errors
 
 
 def _supported(problem: Problem, path: str | None, form: str, device: torch.device) -> bool:
@@ -156,8 +168,17 @@ def own(name: str, problem: Problem, path: str | None, form: str | None, example
         "form": chosen.form,
         "schedule": chosen.schedule.to_json() if chosen.schedule else None,
         "arch": archs.of_device(example.x.device.index),
-    }
+    } | ({"tuned": True} if chosen.tuned else {})
     return _Candidate(name, results.OWN, problem.layout, run, about | ({"forced": True} if forced else {}))
+
+
+def tuned(name: str, problem: Problem, path: None, form: None, example: AnyTensors) -> _Candidate:
+    """cutlass_sep as a user calls it after `tune`."""
+    device = example.x.device
+    candidates = tuner.compiled(problem, tuner.contenders(problem, device), device)
+    trials = tuner.choose(problem, candidates, device).trials
+    made = own(name, problem, path, form, example)
+    return replace(made, about=made.about | {"trials": [trial.to_json() for trial in trials]})
 
 
 def _peer(name: str, impl: str, problem: Problem) -> _Candidate:
@@ -172,17 +193,23 @@ def check_values(
     problem: Problem,
     tensors: AnyTensors,
 ) -> accuracy.Errors:
-    """The errors of one call on tensors it has not seen; WrongValues outside the limits.
+    """The errors of one call on tensors it has not seen; WrongValues outside the limits."""
+    return _accepted(impl, problem, accuracy.judge_one(problem, tensors, _output(call, problem, tensors)))
 
-    Memory that the call may get for its output is filled with NaN first, so that an output nobody wrote is found out.
-    """
+
+def _output(call: Callable[[AnyTensors], torch.Tensor], problem: Problem, tensors: AnyTensors) -> torch.Tensor:
+    """y of one call. Memory that it may get for y is filled with NaN first, so that what nobody wrote is found out."""
     shape = problem.y_shape
     poison = torch.full(shape, float("nan"), dtype=tensors.x.dtype, device=tensors.x.device)
     del poison
     y = call(tensors)
     if y.shape != shape or y.dtype != tensors.x.dtype:
         raise WrongValues(f"returned {y.dtype} {list(y.shape)}, not {tensors.x.dtype} {list(shape)}")
-    verdict = accuracy.judge_one(problem, tensors, y)
+    return y
+
+
+def _accepted(impl: str, problem: Problem, verdict: accuracy.Verdict) -> accuracy.Errors:
+    """The errors of an output; WrongValues if they are not those of `impl` at the problem's precision."""
     found = verdict.ours
     if impl == results.OWN and not verdict.ok:
         raise WrongValues(

@@ -9,21 +9,29 @@ from typing import Any
 
 import torch
 
+from .. import arch as archs
+from .. import dispatch, kernel, tuner
 from ..console import Output
+from ..kernel import Kernel
 from ..problem import LAYOUTS
-from . import ceilings, environment, inputs, overhead, peers, results, runner, startup
+from . import builds, ceilings, environment, inputs, overhead, peers, results, runner, startup
 from .inputs import Case
 
 #: (dtype, fp32_precision) measured when the arguments name none.
 LEAD_VARIANTS = (("float32", "ieee"), ("bfloat16", None), ("float16", None), ("float32", "tf32"))
 LAYER_VARIANTS = (("float32", "ieee"), ("bfloat16", None))
 SWEEP_VARIANTS = (("bfloat16", None),)
+#: By how much eager may differ from an earlier run whose compiled peers are used again.
+DRIFT_ALLOWED = 0.03
+#: As many kernels are compiled where they are needed; a pool of processes takes longer to start.
+_FEW_KERNELS = 4
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure. `peers` None: eager, on the lead shapes all. `path`, `forms`, `layouts`: as in runner.Plan.
-    `append`: keep the other rows of the output file.
+    """What to measure. `peers` None: eager, on the lead shapes all. `path`, `forms`, `layouts`, `compiled_layouts`,
+    `tune`: as in runner.Plan. `append`: keep the other rows of the output file. `resume`: leave out the cases whose
+    rows it has.
     """
 
     cases: Sequence[Case]
@@ -32,10 +40,13 @@ class Request:
     path: str | None = None
     forms: Sequence[str | None] = (None,)
     layouts: Sequence[str] = LAYOUTS
+    compiled_layouts: Sequence[str] = LAYOUTS
+    tune: bool = False
     samples: int = 40
     startup: bool = False
     output: Path | None = None
     append: bool = False
+    resume: bool = False
 
 
 @dataclass
@@ -71,15 +82,22 @@ def run(request: Request, device: torch.device, output: Output) -> Finished:
     with output.working("measuring the ceilings of this device"):
         limits = ceilings.measure(device)
     finished = Finished(_start(request, where, limits))
-    with output.working("measuring", total=len(request.cases)) as advance:
-        for case in request.cases:
+    cases = [case for case in request.cases if not (request.resume and _is_there(request, case, finished.results))]
+    kernels = [kernel for case in cases for kernel in _kernels(request, case, device)]
+    if len(kernels) > _FEW_KERNELS:
+        with output.working("compiling", total=len({kernel.source for kernel in kernels})) as advance:
+            builds.compile_all(kernels, advance)
+    with output.working("measuring", total=len(cases)) as advance:
+        for case in cases:
             plan = runner.Plan(
                 peers=_peers(request, case), timings=request.timings, path=request.path, forms=request.forms,
-                layouts=request.layouts, samples=request.samples,
+                layouts=request.layouts, compiled_layouts=request.compiled_layouts, tune=request.tune,
+                samples=request.samples,
             )  # fmt: skip
             measured = runner.measure(case, plan, limits, where, device)
             finished.measured += measured.rows
             finished.problems += measured.problems
+            finished.problems += _drop_drifted(finished.results, measured.rows)
             results.merge(finished.results, measured.rows)
             _keep(request, finished)
             advance(f"{case.id} {case.problem.dtype}")
@@ -106,6 +124,60 @@ def _start(request: Request, where: dict[str, Any], limits: dict[str, float]) ->
     old = results.load(request.output)
     rows = [row for row in old["rows"] if results.is_current(row)]
     return fresh | {name: old[name] for name in ("startup", "overhead_us") if name in old} | {"rows": rows}
+
+
+def _kernels(request: Request, case: Case, device: torch.device) -> list[Kernel]:
+    """What the measurements of a case will run, as far as it is planned and not forced."""
+    if request.path is not None or request.forms != (None,):
+        return []
+    found = []
+    for layout in request.layouts:
+        problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+        schedules = tuner.contenders(problem, device) if request.tune else [dispatch.choose(problem, device).schedule]
+        found += [kernel.make(problem, s, archs.of_device(device.index)) for s in schedules if s is not None]
+    return found
+
+
+def _is_there(request: Request, case: Case, found: dict[str, Any]) -> bool:
+    """Whether the results have every row that a case would add."""
+    rows = {results.pick_key(row) for row in found["rows"] if bool(row.get("tuned")) >= _must_be_tuned(request, row)}
+    layouts = {"eager": LAYOUTS, results.OWN: request.layouts}
+    for impl in (results.OWN, *_peers(request, case)):
+        for layout in layouts.get(impl, request.compiled_layouts):
+            problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+            row = {"id": case.id, **results.about(problem), "impl": impl}
+            if not all(results.pick_key(row | {"timing": timing}) in rows for timing in request.timings):
+                return False
+    return True
+
+
+def _must_be_tuned(request: Request, row: dict[str, Any]) -> bool:
+    return request.tune and row["impl"] == results.OWN
+
+
+def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> list[str]:
+    """Drop compiled peers of an earlier run whose eager row is no longer what it was then; a sentence for each case.
+
+    Their times are used again only as long as eager, measured anew, shows that the machine is the same.
+    """
+    eager = {results.pick_key(row): row["median_ms"] for row in measured if row["impl"] == "eager"}
+    drifted = {
+        (row["id"], row["dtype"], row["fp32_precision"], row["timing"])
+        for row in found["rows"]
+        if (now := eager.get(results.pick_key(row))) is not None and abs(now / row["median_ms"] - 1) > DRIFT_ALLOWED
+    }
+    new = {results.pick_key(row) for row in measured}
+    stale = [
+        row
+        for row in found["rows"]
+        if (row["id"], row["dtype"], row["fp32_precision"], row["timing"]) in drifted
+        and row["impl"] not in ("eager", results.OWN)
+        and results.pick_key(row) not in new
+    ]
+    found["rows"] = [row for row in found["rows"] if row not in stale]
+    return [
+        f"{row['id']} {row['impl']} {row['layout']} {row['dtype']}: dropped, eager has drifted since" for row in stale
+    ]
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:

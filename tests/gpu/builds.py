@@ -6,16 +6,15 @@ python -m tests.gpu.builds kernels.json
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Future
 from pathlib import Path
 
-from cutlass_sep import compiler, kernel
+from cutlass_sep import kernel
 from cutlass_sep.bench import results
+from cutlass_sep.bench.builds import build, pool
 from cutlass_sep.kernel import Kernel
 
 
@@ -26,14 +25,13 @@ class Builds:
     """
 
     def __init__(self, listing: bool = False) -> None:
-        # Not forked: torch's threads would not survive that.
-        self._pool = None if listing else ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+        self._pool = None if listing else pool()
         self._futures: dict[str, tuple[Kernel, Future | None]] = {}
         self._started = time.monotonic()
 
     def submit(self, k: Kernel) -> None:
         if k.source not in self._futures:
-            future = self._pool.submit(_build, k.source, k.arch, k.name) if self._pool else None
+            future = self._pool.submit(build, k.source, k.arch, k.name) if self._pool else None
             self._futures[k.source] = (k, future)
 
     def save(self, path: Path) -> None:
@@ -64,11 +62,6 @@ class Builds:
     def abandon(self) -> None:
         """Start no more of them. What failed shows in the test that needed it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _build(source: str, arch: str, name: str) -> bool:
-    """In a process of the pool; whether the cubin was there."""
-    return compiler.build(source, arch, name=name).cache_hit
 
 
 def main() -> int:

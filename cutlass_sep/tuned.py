@@ -1,0 +1,75 @@
+"""Picks that were timed on a device, kept in the disk cache: what `tune` found goes before the planner's estimates.
+
+A pick holds for one problem on one kind of GPU under one driver and one set of package versions.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import arch as archs
+from . import cache, planner, toolchain
+from .planner import Plan
+from .problem import Problem
+
+_SUFFIX = ".tuned"
+_PACKAGES = ("cutlass-sep", "nvidia-cutlass")
+#: Whether a cache folder has any pick.
+_any: dict[Path | None, bool] = {}
+
+
+def pick(problem: Problem, device: torch.device) -> Plan | None:
+    """What `tune` found to be fastest for this problem on this CUDA device, if it was asked to."""
+    store = cache.store()
+    # The key takes time, and most caches have no pick at all. What other processes find later is not seen by this one.
+    if not _has_any(store):
+        return None
+    found = store.load(_key(problem, device), problem.op, _SUFFIX)
+    if found is None:
+        return None
+    record = json.loads(found[0])
+    if record["schedule"] is None:
+        return Plan("torch", None, record["reason"], tuned=True)
+    schedule = planner.schedule_type(problem).from_json(record["schedule"])
+    if not planner.rules(problem).check(problem, schedule, archs.of_device(device.index)):
+        return None  # written by another state of this version
+    return Plan(schedule.path, schedule, record["reason"], tuned=True)
+
+
+def _has_any(store: cache.Store) -> bool:
+    if store.folder not in _any:
+        _any[store.folder] = store.contains(_SUFFIX)
+    return _any[store.folder]
+
+
+def keep(problem: Problem, device: torch.device, plan: Plan) -> bool:
+    """Remember `plan` as the pick for this problem; False where the cache keeps nothing (after a warning)."""
+    schedule = plan.schedule.to_json() if plan.schedule else None
+    record = json.dumps({"schedule": schedule, "reason": plan.reason}).encode()
+    store = cache.store()
+    _any[store.folder] = True
+    return store.save(_key(problem, device), problem.op, record, {}, _SUFFIX)
+
+
+def _key(problem: Problem, device: torch.device) -> str:
+    document = {"op": problem.op, "problem": problem.to_json(), "environment": _environment(device.index)}
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+@functools.lru_cache(maxsize=64)
+def _environment(device: int) -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "driver": toolchain.driver_version(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "nvrtc": str(toolchain.nvrtc()),
+        **{name: metadata.version(name) for name in _PACKAGES},
+    }
