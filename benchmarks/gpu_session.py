@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one program that fits a time limit: the GPU tests and the benchmarks.
 
     python benchmarks/gpu_session.py --minutes 9
-    python benchmarks/gpu_session.py --minutes 9 --steps tests,peers-1,layers-0
+    python benchmarks/gpu_session.py --minutes 9 --steps tests,peers-1,layers-bfloat16-0
     python benchmarks/gpu_session.py --minutes 9 --kernel-list kernels.json
 
 Every core compiles: first the kernels that a rehearsal listed on any machine (`python -m pytest tests/gpu --rehearse
@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ROOT / "benchmarks" / "layers.jsonl"
 #: Cases of the layer file measured by one step.
-CASES_A_STEP = 25
+CASES_A_STEP = 30
 #: Less time than this is not worth starting a step, in seconds.
 _LEAST_SECONDS = 20
 #: How long an interrupted step may take to end, in seconds.
@@ -81,10 +81,22 @@ def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
     for i, first in enumerate(range(0, len(inputs.sweep1d()), CASES_A_STEP)):
         rows = f"{first}:{first + CASES_A_STEP}"
         planned.append(Step(f"sweep1d-{i}", bench("--suite", "sweep1d", "--rows", rows), 400))
-    cases = len(inputs.layers(LAYERS)[0]) * len(session.LAYER_VARIANTS)
-    for i, first in enumerate(range(0, cases, CASES_A_STEP)):
-        rows = f"{first}:{first + CASES_A_STEP}"
-        planned.append(Step(f"layers-{i}", bench("--suite", str(LAYERS), "--rows", rows), 400))
+    # bf16 where the tensor cores want it; each peer in both layouts, compiled ones in channels_last.
+    for dtype, own in (("bfloat16", ("--layout", "channels_last")), ("float32", ())):
+        for i, first in enumerate(range(0, len(inputs.layers(LAYERS)[0]), CASES_A_STEP)):
+            chosen = (
+                "--suite",
+                str(LAYERS),
+                "--dtype",
+                dtype,
+                *own,
+                "--rows",
+                f"{first}:{first + CASES_A_STEP}",
+                "--resume",
+            )
+            name = f"{dtype}-{i}"
+            planned.append(Step(f"layers-{name}", bench(*chosen, "--tune", "--peers", "eager,compile"), 560))
+            planned.append(Step(f"batch1-{name}", bench(*chosen, "--batch", "1", "--timing", "cuda_graph"), 400))
     return planned
 
 
