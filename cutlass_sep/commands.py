@@ -312,7 +312,7 @@ def _check_results_file(args: argparse.Namespace) -> None:
             pass
         if args.output.stat().st_size == 0:
             args.output.unlink()
-        elif args.append:
+        elif args.append or args.resume:
             results.load(args.output)
     except (OSError, ValueError) as error:
         raise UsageError(f"--output: {error}") from error

@@ -407,6 +407,27 @@ def test_bench_of_blocks_asks_for_forms(run_json, monkeypatch):
     assert {case.id for case in asked[-1].cases} == {"lead1d"} and asked[-1].forms == ("fused",)
 
 
+def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path):
+    asked = []
+    fake = types.SimpleNamespace(ok=True, to_json=lambda: {})
+    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(session, "run", lambda request, device, output: asked.append(request) or fake)
+    layers = ["bench", "--suite", str(Path(__file__).parents[1] / "benchmarks" / "layers.jsonl")]
+    narrowed = ["--dtype", "bfloat16", "--layout", "channels_last", "--batch", "1", "--rows", ":3"]
+    output = ["--output", str(tmp_path / "out.json"), "--resume"]
+    assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", *output)[0] == 0
+    (request,) = asked
+    assert {(case.problem.n, case.problem.dtype) for case in request.cases} == {(1, "bfloat16")}
+    assert (request.layouts, request.compiled_layouts) == (("channels_last",), ("channels_last",))
+    assert (request.tune, request.resume, request.append) == (True, True, True) and len(request.cases) == 3
+    assert run_json(*layers)[0] == 0
+    assert (asked[-1].layouts, asked[-1].tune, asked[-1].resume) == (("contiguous", "channels_last"), False, False)
+    assert {case.problem.n for case in asked[-1].cases} >= {1, 8, 16, 32}
+    for suite in (["--suite", "lead"], SMALL):
+        status, data = run_json("bench", *suite, "--batch", "1")
+        assert status == 2 and "--batch is for a file of layers" in data["message"]
+
+
 def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypatch, tmp_path):
     monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
     monkeypatch.setattr(session, "run", lambda *args: pytest.fail("measured"))
@@ -414,6 +435,8 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
     other.write_text("{}")
     for arguments in (
         ["--append"],
+        ["--resume"],
+        ["--output", str(other), "--resume"],
         ["--output", str(tmp_path)],
         ["--output", str(other / "out.json")],
         ["--output", str(other), "--append"],
