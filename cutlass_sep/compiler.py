@@ -229,7 +229,7 @@ def key_document(source: str, arch: str) -> dict[str, Any]:
     version = toolchain.nvrtc()
     return {
         "schema": SCHEMA,
-        "package": _package_version(),
+        "package": package_version(),
         "source_sha256": hashlib.sha256(source.encode()).hexdigest(),
         "headers": header_digest(source),
         "options": list(option_strings(arch)),
@@ -267,7 +267,8 @@ def _digest(document: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _package_version() -> str:
+def package_version() -> str:
+    """This package's version, "" where it is not installed."""
     try:
         return metadata.version("cutlass_sep")
     except metadata.PackageNotFoundError:  # a checkout that is not installed: its sources are in the key anyway

@@ -179,5 +179,8 @@ def driver_version() -> str | None:
     if program is None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    return answer.stdout.split("\n")[0].strip() or None if answer.returncode == 0 else None
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.split("\n")[0].strip() or None

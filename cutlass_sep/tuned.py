@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from . import arch as archs
-from . import cache, planner, toolchain
+from . import cache, compiler, planner, toolchain
 from .planner import Plan
 from .problem import Problem
 
 _SUFFIX = ".tuned"
-_PACKAGES = ("cutlass-sep", "nvidia-cutlass")
 #: Whether a cache folder has any pick.
 _any: dict[Path | None, bool] = {}
 
@@ -34,13 +33,19 @@ def pick(problem: Problem, device: torch.device) -> Plan | None:
     found = store.load(_key(problem, device), problem.op, _SUFFIX)
     if found is None:
         return None
-    record = json.loads(found[0])
-    if record["schedule"] is None:
-        return Plan("torch", None, record["reason"], tuned=True)
-    schedule = planner.schedule_type(problem).from_json(record["schedule"])
+    # Another state of this version may have written other fields, or schedules that are legal no more.
+    try:
+        record = json.loads(found[0])
+        schedule, reason = record["schedule"], record["reason"]
+        if schedule is not None:
+            schedule = planner.schedule_type(problem).from_json(schedule)
+    except (ValueError, KeyError, TypeError):
+        return None
+    if schedule is None:
+        return Plan("torch", None, reason, tuned=True)
     if not planner.rules(problem).check(problem, schedule, archs.of_device(device.index)):
-        return None  # written by another state of this version
-    return Plan(schedule.path, schedule, record["reason"], tuned=True)
+        return None
+    return Plan(schedule.path, schedule, reason, tuned=True)
 
 
 def _has_any(store: cache.Store) -> bool:
@@ -71,5 +76,6 @@ def _environment(device: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "nvrtc": str(toolchain.nvrtc()),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        "cutlass-sep": compiler.package_version(),
+        "nvidia-cutlass": metadata.version("nvidia-cutlass"),
     }

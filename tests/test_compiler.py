@@ -237,7 +237,7 @@ def test_an_equal_setup_hits_and_each_change_misses(
         patch.setattr(compiler, "option_strings", lambda arch: ("--maxrregcount=32",))
         misses_once()
     with monkeypatch.context() as patch:
-        patch.setattr(compiler, "_package_version", lambda: "other")
+        patch.setattr(compiler, "package_version", lambda: "other")
         misses_once()
     with monkeypatch.context() as patch:
         patch.setenv("NVRTC_APPEND_FLAGS", "-DX")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import subprocess
+from importlib import metadata
 from types import SimpleNamespace
 
 import pytest
@@ -12,12 +15,13 @@ from problems import problem_of
 from separable import Case
 
 import cutlass_sep
-from cutlass_sep import arch, cache, dispatch, planner, toolchain, tuned, tuner
+from cutlass_sep import arch, cache, compiler, dispatch, planner, toolchain, tuned, tuner
 from cutlass_sep.bench import timing
 from cutlass_sep.errors import CompileError, Unsupported
 from cutlass_sep.planner import Plan
 
 ARCH = "sm_90a"
+DRIVER_VERSION = toolchain.driver_version
 DEVICE = SimpleNamespace(type="cuda", index=0)
 PROBLEMS = {"2-D": problem_of(Case(n=4, c=64, o=64, h=32, w=32), "bf16"), "block": problem_of(Block(), "fp16")}
 
@@ -78,6 +82,58 @@ def test_a_pick_that_is_no_longer_legal_is_not_taken(monkeypatch):
     tuned.keep(problem, DEVICE, Plan("sm90", schedule, "timed", tuned=True))
     monkeypatch.setattr(arch, "of_device", lambda index: "sm_80")
     assert tuned.pick(problem, DEVICE) is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda record: record | {"schedule": record["schedule"] | {"since_then": 1}},
+        lambda record: record | {"schedule": {"path": "sm90"}},
+        lambda record: record | {"schedule": "sm90"},
+        lambda record: record | {"schedule": {name: [value] for name, value in record["schedule"].items()}},
+        lambda record: {"schedule": record["schedule"]},
+        lambda record: [record],
+        lambda record: None,
+    ],
+    ids=["another field", "fields missing", "text", "lists", "no reason", "list", "null"],
+)
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_a_pick_of_another_form_is_not_taken(problem, damage):
+    schedule = planner.candidates(problem, ARCH)[0]
+    tuned.keep(problem, DEVICE, Plan(schedule.path, schedule, "timed", tuned=True))
+    store, key = cache.store(), tuned._key(problem, DEVICE)
+    payload, _ = store.load(key, problem.op, ".tuned")
+    store.save(key, problem.op, json.dumps(damage(json.loads(payload))).encode(), {}, ".tuned")
+    assert tuned.pick(problem, DEVICE) is None
+    assert dispatch.choose(problem, DEVICE) == planner.plan(problem, ARCH)
+
+
+def test_a_checkout_that_is_not_installed_has_picks_too(monkeypatch):
+    def version(name):
+        if name.replace("_", "-") == "cutlass-sep":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    found = metadata.version
+    compiler.package_version.cache_clear()
+    monkeypatch.setattr(metadata, "version", version)
+    problem = PROBLEMS["2-D"]
+    tuned.keep(problem, DEVICE, Plan("torch", None, "timed", tuned=True))
+    assert tuned.pick(problem, DEVICE).reason == "timed"
+    compiler.package_version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "error", [subprocess.TimeoutExpired("nvidia-smi", 60), PermissionError("no"), subprocess.CalledProcessError(9, "")]
+)
+def test_a_driver_that_does_not_say_its_version_has_none(monkeypatch, error):
+    def run(*_, **__):
+        raise error
+
+    monkeypatch.setattr(toolchain, "Path", lambda _: SimpleNamespace(read_text=lambda: ""))
+    monkeypatch.setattr(toolchain.shutil, "which", lambda _: "nvidia-smi")
+    monkeypatch.setattr(toolchain.subprocess, "run", run)
+    assert DRIVER_VERSION.__wrapped__() is None
 
 
 def test_picks_are_cleared_with_the_cache():
