@@ -72,7 +72,7 @@ class Operation:
         self._capable: set[int] = set()
         chosen = self._plan(x.device, path, form, schedule)
         self.path, self.form, self.schedule, self.reason = chosen.path, chosen.form, chosen.schedule, chosen.reason
-        self.tuned = chosen.tuned
+        self._chosen = chosen
 
     def _plan(self, device: torch.device, path: str | None, form: str | None, schedule: Any) -> Plan:
         from . import planner, tuned
@@ -103,16 +103,25 @@ class Operation:
         reason = f"the best kernel, although path torch was planned: {chosen.reason}"
         return planner.Plan(legal[0].path, legal[0], reason)
 
+    @property
+    def tuned(self) -> bool:
+        """Whether the schedule is one that `tune` found."""
+        return self._chosen.tuned and self.schedule == self._chosen.schedule
+
     def _legal(self) -> list:
-        """Legal schedules on this op's path and in its form, best first."""
+        """Legal schedules on this op's path and in its form: the one it was made with, then best first."""
         from . import planner
 
-        return [] if self.path == "torch" else planner.candidates(self.problem, self.arch, self.path, self.form)
+        if self.path == "torch":
+            return []
+        legal = planner.candidates(self.problem, self.arch, self.path, self.form)
+        return list(dict.fromkeys([self._chosen.schedule, *legal]))
 
     def tile_descriptions(self) -> list[TileDescription]:
         """Legal schedules as CUTLASS describes them, best first; on the path and in the form asked for or planned.
 
-        Of schedules that differ only in what CUTLASS does not know, the best one stands for all.
+        The one that the op was made with leads, tuned or given ones too. Of schedules that differ only in what CUTLASS
+        does not know, the first one stands for all.
         """
         tiles = {}
         for schedule in self._legal():
@@ -169,6 +178,7 @@ class Operation:
             if tile_key(schedule.tile_description(self.problem)) == wanted:
                 if schedule != self.schedule:
                     self.schedule, self._kernel = schedule, None
+                    self.reason = "the tile description was given"
                 return
         raise ValueError(f"tile_description {wanted} is not legal for this problem; see tile_descriptions()")
 

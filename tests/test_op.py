@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from separable import Case, assert_output_close
 from torch import Tensor
 
 import cutlass_sep
-from cutlass_sep import Unsupported, arch, dispatch
+from cutlass_sep import Unsupported, arch, dispatch, explain
 from cutlass_sep import kernel as kernels
 from cutlass_sep.functional import depthwise_separable_conv2d
 from cutlass_sep.op import DepthwiseSeparableConv2d, _overlap
@@ -120,6 +121,29 @@ def test_each_tile_description_is_there_once():
     for tile in op.tile_descriptions():
         op._take(tile)
         assert op.schedule == schedules[keys.index(tile_key(tile))]
+
+
+def test_the_schedule_an_op_was_made_with_stands_for_its_tile():
+    """Else compile() of an op's own tile would change the schedule that was given or tuned."""
+    problem = make(path="sm90").problem
+    schedules = candidates(problem, "sm_90a", "sm90")
+    own = replace(schedules[1], row_slots=schedules[1].row_slots - 1)
+    assert own not in schedules
+    op = make(schedule=own)
+    tiles = [tile_key(t) for t in op.tile_descriptions()]
+    assert tiles[0] == tile_key(own.tile_description(problem)) and len(tiles) == len(set(tiles)) > 1
+    for tile, taken in ((schedules[0], schedules[0]), (own, own)):
+        op._take(tile.tile_description(problem))
+        assert (op.schedule, op.reason) == (taken, "the tile description was given")
+
+
+def test_another_tile_is_not_tuned(monkeypatch):
+    op = make()
+    monkeypatch.setattr(op, "_chosen", replace(op._chosen, tuned=True))
+    assert op.tuned and explain(op).tuned
+    other = next(t for t in op.tile_descriptions() if tile_key(t) != tile_key(op.tile_descriptions()[0]))
+    op._take(other)
+    assert not op.tuned and not explain(op).tuned
 
 
 def test_copies_and_pickles_leave_the_loaded_kernel_behind():
