@@ -15,6 +15,7 @@ from cutlass_sep import arch, functional
 from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, session, startup, timing
 from cutlass_sep.bench.inputs import Case
 from cutlass_sep.console import Output
+from cutlass_sep.errors import Unsupported
 from cutlass_sep.explain import Explanation
 
 DEVICE = torch.device("cpu")
@@ -284,6 +285,53 @@ def test_resuming_leaves_out_what_the_file_has(ceilings_known, monkeypatch, tmp_
     monkeypatch.setattr(timing, "as_graph", lambda call, sets, device: timing.Candidate(call))
     finished = run(case("c"), output=path, append=True, resume=True, timings=("events", "cuda_graph"), peers=())
     assert {row["timing"] for row in finished.measured} == {"events", "cuda_graph"}
+
+
+def test_resuming_takes_a_path_or_form_that_was_asked_for_as_another_measurement(ceilings_known, monkeypatch):
+    def is_there(rows, **asked):
+        return session._is_there(request(block(), **asked), block(), {"rows": rows}, DEVICE)
+
+    supported = {"fused"}
+    monkeypatch.setattr(runner.block_schedule, "supports", lambda problem, path, arch, form: form in supported)
+    rows = run(block()).measured
+    of_peers = [row for row in rows if row["impl"] == "eager"]
+    fused = [row | {"path": "sm90", "form": "fused"} for row in rows if row["impl"] == results.OWN]
+    forced = [row | {"forced": True} for row in fused]
+    assert is_there(rows) and not is_there(rows, path="portable") and not is_there(rows, forms=("fused",))
+    assert not is_there(of_peers + forced) and not is_there(rows, tune=True)
+    assert is_there([row | {"tuned": True} for row in rows], tune=True)
+    both = (None, "fused", "two_kernel")
+    assert not is_there(rows, forms=both) and not is_there(of_peers + forced, forms=both)
+    assert is_there(rows + forced, forms=both), "the other form cannot run"
+    assert is_there(of_peers + fused, forms=both), "the form asked for is the pick"
+    assert is_there(of_peers + forced, forms=("fused",)) and is_there(of_peers + forced, path="sm90")
+    assert not is_there(of_peers + forced, path="portable")
+    supported.add("two_kernel")
+    assert not is_there(rows + forced, forms=both)
+
+
+def test_a_case_without_a_kernel_costs_nothing_but_its_own(ceilings_known, monkeypatch):
+    def choose(problem, device):
+        raise Unsupported("no kernel")
+
+    monkeypatch.setattr(session.dispatch, "choose", choose)
+    assert session._kernels(request(case()), case(), DEVICE) == []
+
+
+def test_drift_is_of_one_shape(ceilings_known, monkeypatch, tmp_path):
+    """The same layer with another batch has peers of its own."""
+    path = tmp_path / "host.json"
+    monkeypatch.setattr(runner.peers, "build", lambda impl, problem: runner.peers.eager(problem))
+    run(case(), case(n=2), output=path, peers=("eager", "compile"), compiled_layouts=("channels_last",))
+    data = results.load(path)
+    for row in data["rows"]:
+        if row["impl"] == "eager" and row["shape"]["N"] == 1:
+            row |= dict.fromkeys(("p10_ms", "median_ms", "p90_ms"), 1e-06)
+    results.save(path, data)
+    finished = run(case(), output=path, append=True)
+    assert len(finished.problems) == 1
+    rows = results.load(path)["rows"]
+    assert [row["shape"]["N"] for row in rows if row["impl"] == "compile"] == [2]
 
 
 def test_compiled_peers_of_an_earlier_run_are_used_again_until_eager_drifts(ceilings_known, monkeypatch, tmp_path):

@@ -117,7 +117,7 @@ def _ready(
         example = drawn[layout][0]
         makers = {}
         for form in plan.forms if layout in plan.layouts else ():
-            if form is None or _supported(problem, plan.path, form, device):
+            if form is None or supported(problem, plan.path, form, device):
                 name = " ".join(filter(None, (results.OWN, form, layout)))
                 make = tuned if plan.tune and form is None and plan.path is None else own
                 makers[name] = partial(make, name, problem, plan.path, form, example)
@@ -148,7 +148,8 @@ def _ready(
     return ready, errors
 
 
-def _supported(problem: Problem, path: str | None, form: str, device: torch.device) -> bool:
+def supported(problem: Problem, path: str | None, form: str, device: torch.device) -> bool:
+    """Whether `path`, or any if None, has this form of a block's kernel."""
     arch = archs.of_device(device.index)
     return any(block_schedule.supports(problem, name, arch, form) for name in ((path,) if path else PATHS))
 

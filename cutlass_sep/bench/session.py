@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,9 @@ def run(request: Request, device: torch.device, output: Output) -> Finished:
     with output.working("measuring the ceilings of this device"):
         limits = ceilings.measure(device)
     finished = Finished(_start(request, where, limits))
-    cases = [case for case in request.cases if not (request.resume and _is_there(request, case, finished.results))]
+    cases = [
+        case for case in request.cases if not (request.resume and _is_there(request, case, finished.results, device))
+    ]
     kernels = [kernel for case in cases for kernel in _kernels(request, case, device)]
     if len(kernels) > _FEW_KERNELS:
         with output.working("compiling", total=len({kernel.source for kernel in kernels})) as advance:
@@ -133,26 +137,41 @@ def _kernels(request: Request, case: Case, device: torch.device) -> list[Kernel]
     found = []
     for layout in request.layouts:
         problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
-        schedules = tuner.contenders(problem, device) if request.tune else [dispatch.choose(problem, device).schedule]
-        found += [kernel.make(problem, s, archs.of_device(device.index)) for s in schedules if s is not None]
+        try:
+            picked = tuner.contenders(problem, device) if request.tune else [dispatch.choose(problem, device).schedule]
+        except dispatch.UNAVAILABLE:  # the measurement runs path "torch", as a call does
+            continue
+        found += [kernel.make(problem, s, archs.of_device(device.index)) for s in picked if s is not None]
     return found
 
 
-def _is_there(request: Request, case: Case, found: dict[str, Any]) -> bool:
+def _is_there(request: Request, case: Case, found: dict[str, Any], device: torch.device) -> bool:
     """Whether the results have every row that a case would add."""
-    rows = {results.pick_key(row) for row in found["rows"] if bool(row.get("tuned")) >= _must_be_tuned(request, row)}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        rows.setdefault(results.pick_key(row), []).append(row)
     layouts = {"eager": LAYOUTS, results.OWN: request.layouts}
     for impl in (results.OWN, *_peers(request, case)):
-        for layout in layouts.get(impl, request.compiled_layouts):
+        forms = request.forms if impl == results.OWN else (None,)
+        for layout, form in product(layouts.get(impl, request.compiled_layouts), forms):
             problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+            if form is not None and not runner.supported(problem, request.path, form, device):
+                continue
             row = {"id": case.id, **results.about(problem), "impl": impl}
-            if not all(results.pick_key(row | {"timing": timing}) in rows for timing in request.timings):
-                return False
+            for timing in request.timings:
+                there = rows.get(results.pick_key(row | {"timing": timing}), ())
+                if not any(_is_wanted(request, form, other) for other in there):
+                    return False
     return True
 
 
-def _must_be_tuned(request: Request, row: dict[str, Any]) -> bool:
-    return request.tune and row["impl"] == results.OWN
+def _is_wanted(request: Request, form: str | None, row: dict[str, Any]) -> bool:
+    """Whether a row of the same measurement ran what the request asks for with this form."""
+    if row["impl"] != results.OWN:
+        return True
+    if request.path is None and form is None:
+        return not row.get("forced") and (row.get("tuned", False) or not request.tune)
+    return request.path in (None, row["path"]) and form in (None, row["form"])
 
 
 def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> list[str]:
@@ -162,7 +181,7 @@ def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> 
     """
     eager = {results.pick_key(row): row["median_ms"] for row in measured if row["impl"] == "eager"}
     drifted = {
-        (row["id"], row["dtype"], row["fp32_precision"], row["timing"])
+        _alike(row)
         for row in found["rows"]
         if (now := eager.get(results.pick_key(row))) is not None and abs(now / row["median_ms"] - 1) > DRIFT_ALLOWED
     }
@@ -170,14 +189,17 @@ def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> 
     stale = [
         row
         for row in found["rows"]
-        if (row["id"], row["dtype"], row["fp32_precision"], row["timing"]) in drifted
-        and row["impl"] not in ("eager", results.OWN)
-        and results.pick_key(row) not in new
+        if _alike(row) in drifted and row["impl"] not in ("eager", results.OWN) and results.pick_key(row) not in new
     ]
     found["rows"] = [row for row in found["rows"] if row not in stale]
     return [
         f"{row['id']} {row['impl']} {row['layout']} {row['dtype']}: dropped, eager has drifted since" for row in stale
     ]
+
+
+def _alike(row: dict[str, Any]) -> str:
+    """What a row has in common with those that it may be compared with."""
+    return json.dumps([row[name] for name in peers.ALIKE], sort_keys=True)
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:
