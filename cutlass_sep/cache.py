@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .errors import EnvironmentProblem
 from .log import logger
 
 #: The entries' total size above which the least recently used are removed, in bytes.
@@ -81,6 +82,12 @@ def root() -> Path | None:
 def store() -> Store:
     """The store at the present `root()`."""
     return _store(root())
+
+
+def require(what: str) -> None:
+    """EnvironmentProblem, beginning with `what` fails, unless the store at the present `root()` keeps entries."""
+    if (reason := store().why_not_kept()) is not None:
+        raise EnvironmentProblem(f"{what}: the cache folder {store().folder or ''} cannot be used ({reason}); {REMEDY}")
 
 
 @functools.lru_cache(maxsize=8)

@@ -148,6 +148,10 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
         return _report_of_file(args, output)
     device = _require_device("bench")
     cases, left_out = _cases(args)
+    if args.tune:
+        if args.path is not None or args.form is not None:
+            raise UsageError("--tune finds the path and form; it contradicts --path and --form")
+        cache.require("--tune cannot keep its picks")
     _check_results_file(args)
     if args.report is not None:
         _check_report_folder(args.report)
@@ -210,7 +214,7 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
         target, problems = (one := _op(args)).arch, [one.problem]
     else:
         target, problems = _arch(args), [case.problem for case in _layer_cases(args.layers, args)]
-    _require_cache()
+    cache.require(keeping := "cache warm cannot keep kernels")
     built, skipped = [], []
     with output.working(f"compiling for {target}", total=len(problems)) as advance:
         for problem in problems:
@@ -222,7 +226,7 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
                 kernel = kernels.make(problem, chosen.schedule, target)
                 built.append({"name": kernel.name, "key": kernel.cubin.key, "cache_hit": kernel.cubin.cache_hit})
             advance()
-    _require_cache()  # a full disk shows only now
+    cache.require(keeping)  # a full disk shows only now
     hits = sum(entry["cache_hit"] for entry in built)
     output.say(
         f"{counted(len(built), 'kernel')} for {target}: {len(built) - hits} built, {hits} there before; "
@@ -584,13 +588,3 @@ def _require_device(command: str) -> torch.device:
     if device is None:
         raise EnvironmentProblem(f"{command} runs kernels and needs an NVIDIA GPU; torch {torch.__version__} sees none")
     return device
-
-
-def _require_cache() -> None:
-    """EnvironmentProblem unless kernels that are built are kept on disk."""
-    store = cache.store()
-    if (reason := store.why_not_kept()) is not None:
-        raise EnvironmentProblem(
-            f"cache warm cannot keep kernels: the cache folder {store.folder or ''} cannot be used ({reason}); "
-            f"{cache.REMEDY}"
-        )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import arch as archs
-from . import dispatch, operators, planner, tuned
+from . import cache, dispatch, operators, planner, tuned
 from .bench import accuracy, inputs, peers, timing
 from .block_schedule import BlockSchedule
 from .console import Output
@@ -57,7 +57,8 @@ def tune(f: Any, *args: Any, **kwargs: Any) -> Tuned:
     package versions; `explain` shows it, `cutlass-sep cache clear` removes it. Builds up to 8 kernels, seconds each.
 
     Raises TypeError for any other f, RuntimeError for tensors that are not on a CUDA device, Unsupported where nothing
-    can be chosen: dtypes without kernels, an empty batch, a module whose children are called the plain way.
+    can be chosen: dtypes without kernels, an empty batch, a module whose children are called the plain way;
+    EnvironmentProblem where the disk cache keeps nothing.
     """
     if isinstance(f, Operation):
         raise TypeError("an op keeps its schedule; tune the function or the module, then make the op")
@@ -69,6 +70,7 @@ def tune(f: Any, *args: Any, **kwargs: Any) -> Tuned:
     if problem.dtype not in KERNEL_DTYPES or problem.n == 0:
         reason = "the batch is empty" if problem.n == 0 else f"dtype {problem.dtype} has no kernels"
         raise Unsupported(f"nothing to tune: {reason}")
+    cache.require("tune cannot keep its pick")
     output = Output(as_json=True)
     schedules = contenders(problem, device)
     with output.working("compiling", total=len(schedules)) as advance:

@@ -426,6 +426,13 @@ def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path
     for suite in (["--suite", "lead"], SMALL):
         status, data = run_json("bench", *suite, "--batch", "1")
         assert status == 2 and "--batch is for a file of layers" in data["message"]
+    for asked in (["--path", "portable"], ["--form", "fused"]):
+        status, data = run_json(*layers, "--tune", *asked)
+        assert status == 2 and "--tune finds the path and form" in data["message"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path / "file"))
+    status, data = run_json(*layers, "--tune")
+    assert status == 3 and "--tune cannot keep its picks" in data["message"]
 
 
 def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypatch, tmp_path):

@@ -17,7 +17,7 @@ from separable import Case
 import cutlass_sep
 from cutlass_sep import arch, cache, compiler, dispatch, planner, toolchain, tuned, tuner
 from cutlass_sep.bench import timing
-from cutlass_sep.errors import CompileError, Unsupported
+from cutlass_sep.errors import CompileError, EnvironmentProblem, Unsupported
 from cutlass_sep.planner import Plan
 
 ARCH = "sm_90a"
@@ -211,6 +211,15 @@ def test_a_schedule_that_does_not_compile_is_left_out(monkeypatch, caplog):
     steps = []
     found = tuner.compiled(problem, tuner.contenders(problem, DEVICE)[:2], DEVICE, lambda: steps.append(1))
     assert list(found) == [None] and len(steps) == 2 and "no such luck" in caplog.text
+
+
+def test_nothing_is_timed_for_a_pick_that_would_not_be_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(tuner, "problem_of_call", lambda *_: (PROBLEMS["2-D"], DEVICE))
+    monkeypatch.setattr(tuner, "compiled", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(EnvironmentProblem, match="tune cannot keep its pick: .*CUTLASS_SEP_CACHE_DIR"):
+        cutlass_sep.tune(cutlass_sep.functional.depthwise_separable_conv2d)
 
 
 def test_what_cannot_be_tuned_is_refused():
