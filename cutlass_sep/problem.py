@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
@@ -251,12 +252,12 @@ class SeparableBlock1dProblem(Problem):
         """Multiplies and adds of the three convolutions (taps on padding counted, as is usual)."""
         return 2 * self.n * self.l * self.e * (self.c + self.kernel + self.o)
 
-    @property
+    @cached_property
     def expand(self) -> SeparableConv2dProblem:
         """The first kernel of the two-kernel form: the expanded channels [N,E,1,L] of x [N,C,1,L]."""
         return self._half(c=self.c, o=self.e, pw_bias=self.expand_bias, depthwise=False)
 
-    @property
+    @cached_property
     def project(self) -> SeparableConv2dProblem:
         """The second kernel of the two-kernel form: y [N,O,1,L] of the expanded channels [N,E,1,L]."""
         return self._half(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import gpu.accuracy
 import numpy as np
@@ -201,6 +202,14 @@ def test_halves_of_a_block(layout: str):
     with_residual = block_of(Block())
     x = 4 * 2 * 6 * 16
     assert with_residual.expand.bytes + with_residual.project.bytes == with_residual.bytes + 2 * 4 * 2 * 10 * 16 + x
+
+
+def test_halves_are_made_once_and_are_no_part_of_a_block():
+    """The planner asks for them a thousand times."""
+    problem, other = block_of(Block()), block_of(Block())
+    assert problem.expand is problem.expand and problem.project is problem.project
+    assert (problem, hash(problem), problem.to_json()) == (other, hash(other), other.to_json())
+    assert replace(problem, n=7).expand.n == replace(problem, n=7).project.n == 7
 
 
 def test_alignment_of_a_block():
