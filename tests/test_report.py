@@ -108,6 +108,14 @@ def test_a_forced_row_counts_only_where_nothing_was_picked():
     assert alone.notes == "path or form asked for"
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), (0.0012345, "0.00123"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100"), (1234.4, "1234")],
+)
+def test_numbers_have_three_digits_and_end_in_one(value, text):
+    assert report._number(value) == text
+
+
 def test_headline_numbers():
     swept = [own(SWEPT, 1.0, form="fused"), row(SWEPT, "eager", 9.0)]
     groups, without = report.collect([*ROWS, *swept, row(named("d"), "eager", 1.0)])
@@ -249,10 +257,13 @@ def test_the_tables_have_the_numbers(written):
 
 
 def test_no_peers_and_no_ceilings_leave_out_what_needs_them(tmp_path):
-    said = report.write(tmp_path, make_results(own(A, 1.0), ceilings={}))
+    made = make_results(own(A, 1.0), ceilings={})
+    made["environment"]["driver"] = None  # where nothing says it
+    said = report.write(tmp_path, made)
     assert said["files"] == ["index.html", "roofline.png"]
     page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
     assert "Speed-up of every layer" not in page.text and "can do at most" not in page.text
+    assert "driver unknown, torch 2.9," in " ".join(page.text.split())
     assert said["summary"][0]["mean_speedup"] is None
     with pytest.raises(ValueError, match="no row of cutlass_sep"):
         report.write(tmp_path, make_results(row(A, "eager", 1.0)))

@@ -295,7 +295,7 @@ def _other_environments(data: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None) -> str:
     """Three significant digits, without an exponent."""
-    return "–" if value is None else f"{value:#.3g}" if value < 100 else f"{value:.0f}"
+    return "–" if value is None else f"{value:#.3g}" if value < 99.95 else f"{value:.0f}"
 
 
 def _times(value: float | None) -> str:
