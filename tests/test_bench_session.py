@@ -6,13 +6,15 @@ The times mean nothing. What is tested is that values are checked, rows are whol
 import contextlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cutlass_sep import arch, functional
-from cutlass_sep.bench import ceilings, environment, inputs, overhead, results, runner, session, startup, timing
+from cutlass_sep.bench import builds, ceilings, environment, inputs, overhead, results, runner, session, startup, timing
 from cutlass_sep.bench.inputs import Case
 from cutlass_sep.console import Output
 from cutlass_sep.errors import Unsupported
@@ -316,6 +318,20 @@ def test_a_case_without_a_kernel_costs_nothing_but_its_own(ceilings_known, monke
 
     monkeypatch.setattr(session.dispatch, "choose", choose)
     assert session._kernels(request(case()), case(), DEVICE) == []
+
+
+def test_each_source_is_compiled_once_and_a_failure_is_left_to_its_user(monkeypatch):
+    def build(source, arch, name):
+        built.append((source, arch, name))
+        if source == "bad":
+            raise RuntimeError("no such luck")
+
+    built, steps = [], []
+    monkeypatch.setattr(builds, "build", build)
+    monkeypatch.setattr(builds, "pool", ThreadPoolExecutor)
+    kernels = [SimpleNamespace(source=source, arch="sm_90a", name="k") for source in ("a", "bad", "a", "b")]
+    builds.compile_all(kernels, lambda: steps.append(1))
+    assert sorted(built) == [(source, "sm_90a", "k") for source in ("a", "b", "bad")] and len(steps) == 3
 
 
 def test_drift_is_of_one_shape(ceilings_known, monkeypatch, tmp_path):
