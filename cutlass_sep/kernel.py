@@ -36,7 +36,7 @@ PACK_THREADS = 256
 #: Largest grid (x) of a launch.
 _MOST_BLOCKS = 2**31 - 1
 #: Encoded TMA descriptors kept of each main kernel, and frames of each kernel and device.
-_KEPT = 64
+_KEPT = 512
 
 
 class DriverError(RuntimeError):

@@ -101,17 +101,18 @@ def plan(problem: Problem, arch: str, path: str | None = None, form: str | None 
     if problem.dtype not in KERNEL_DTYPES:
         return Plan("torch", None, f"dtype {problem.dtype} has no kernels")
 
-    estimates, refused = {}, []
+    found, estimates, refused = candidates(problem, arch), {}, []
     for name in PATHS:
         if support := supports(problem, name, arch):
-            best = candidates(problem, arch, name)[0]
+            # Of the path taken, the schedule taken: the best one of a path alone may be another.
+            best = found[0] if found[0].path == name else candidates(problem, arch, name)[0]
             form = "" if (form := getattr(best, "form", None)) is None else f", {form}"
             estimates[name] = f"path {name}{form} at {rules(problem).estimate(problem, best, arch):.0f} us"
         else:
             refused.append(f"path {name} cannot run it ({support.reason})")
     if not estimates:
         return Plan("torch", None, "; ".join(refused))
-    kernel, (count, eager_us) = candidates(problem, arch)[0], _eager(problem)
+    kernel, (count, eager_us) = found[0], _eager(problem)
     times = [*estimates.values(), f"PyTorch's {count} convolutions at {eager_us:.0f} us"]
     reason = "; ".join([f"estimates: {', '.join(times)}", *refused])
     if rules(problem).estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):

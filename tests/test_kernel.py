@@ -116,7 +116,7 @@ def test_whatever_changes_is_launched(driver: Driver, one_workspace, monkeypatch
 
 
 def test_frames_and_descriptors_do_not_pile_up(driver: Driver):
-    sets = [(tensors(), empty()) for _ in range(100)]
+    sets = [(tensors(), empty()) for _ in range(kernel._KEPT + 30)]
     for given, y in sets + sets[::-1]:
         driver.call(given, y)
     assert len(driver.launcher.frames) == kernel._KEPT

@@ -86,7 +86,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
 def row_key(row: dict[str, Any]) -> str:
     """Canonical text of what a row measures."""
     forced = {"forced": True} if row.get("forced") else {}
-    return _canonical({name: row.get(name) for name in (*_KEY, *_OPTIONS[row["op"]])} | forced)
+    return canonical({name: row.get(name) for name in (*_KEY, *_OPTIONS[row["op"]])} | forced)
 
 
 def validate(results: dict[str, Any]) -> None:
@@ -150,12 +150,12 @@ def merge(results: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
 def _measurement(row: dict[str, Any]) -> str:
     chosen = _CHOSEN[2:] if row.get("forced") else _CHOSEN
     kept = [name for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in chosen]
-    return _canonical({"forced": row.get("forced", False), **{name: row.get(name) for name in kept}})
+    return canonical({"forced": row.get("forced", False), **{name: row.get(name) for name in kept}})
 
 
 def pick_key(row: dict[str, Any]) -> str:
     """Canonical text of what an own row measures, whatever was chosen or asked for."""
-    return _canonical({name: row[name] for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in _CHOSEN})
+    return canonical({name: row[name] for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in _CHOSEN})
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def is_current(row: dict[str, Any]) -> bool:
 
 def digest_of_problems(ran: Iterable[dict[str, Any]]) -> str:
     """The same over the `problems` of tests/gpu/results.json: {"problem", "path", "schedule", "arch"} each."""
-    return _digest((_canonical(entry), *_kernel_text(*what_ran(entry), entry["arch"])) for entry in ran)
+    return _digest((canonical(entry), *_kernel_text(*what_ran(entry), entry["arch"])) for entry in ran)
 
 
 def check_digest(path: Path) -> tuple[str, str, str | None]:
@@ -253,10 +253,11 @@ def _kernel_text(problem: Problem, schedule: Schedule | BlockSchedule | None, ar
 def _digest(entries: Iterable[tuple[str, str, list[str]]]) -> str:
     launch = strip_prose((Path(__file__).parent.parent / "kernel.py").read_text())
     document = {"rows": sorted(entries), "cutlass": metadata.version("nvidia-cutlass"), "launch": launch}
-    return hashlib.sha256(_canonical(document).encode()).hexdigest()
+    return hashlib.sha256(canonical(document).encode()).hexdigest()
 
 
-def _canonical(value: Any) -> str:
+def canonical(value: Any) -> str:
+    """JSON in which equal values have equal texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
