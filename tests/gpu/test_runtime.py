@@ -194,10 +194,11 @@ def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, gener
 
 
 @pytest.mark.parametrize("which", [name for name, (_, path, _) in PROBLEMS.items() if path == "sm90"])
-def test_descriptors_do_not_pile_up(gpu, machine, generator, which: str):
+def test_descriptors_do_not_pile_up(gpu, machine, generator, monkeypatch, which: str):
     """More addresses than descriptors and frames are kept; each call is right whether its own are new, kept or gone."""
     problem, path, form = PROBLEMS[which]
     machine.require(problem, path, form)
+    monkeypatch.setattr(kernel, "_KEPT", 64)
     sets = [draw(problem, generator) for _ in range(100)]
     asked = {"path": path} | ({} if form is None else {"form": form})
     operator = inputs.operation(problem)(*sets[0], **options(problem), **asked)
