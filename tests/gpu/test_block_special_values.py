@@ -79,6 +79,9 @@ def test_in_weights_and_biases(machine, generator, variant: str, layout: str, pa
     ):
         tensors = draw(problem, generator)
         place(tensors[which], value, 1, generator)
+        if which == TAPS:
+            # Inf times a hidden value near 0 has the sign that its rounding gives it: keep them away from there.
+            tensors[EXPAND_BIAS].add_(8.0)
         # At an end a tap lies on padding; backends differ on whether Inf * 0 counts there.
         where = (..., slice(2, -2)) if which == TAPS else (...,)
         want = compare(problem, tensors, run(machine, problem, tensors, path, form), where)
