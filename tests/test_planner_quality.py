@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from pathlib import Path
 
 import pytest
 
+from cutlass_sep import estimate
 from cutlass_sep.bench import inputs, results
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import fit as fitting  # noqa: E402
 import planner as quality  # noqa: E402
 
 
@@ -42,3 +45,30 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
     assert count == 28 and good >= 0.75 and lost <= 1.035
     count, good, lost = left_out["float32 ieee channels_last"]
     assert count == 24 and good >= 0.62 and lost <= 1.08
+
+
+# ---- the fit of the estimates
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[fitting.Trial]:
+    return fitting.trials(fitting.TRIALS)
+
+
+def test_the_estimates_meet_the_times_they_were_fitted_to_and_others_alike(trials):
+    """The constants of estimate.py are those of the fit: standard deviations that docs/performance.md states."""
+    others = quality.left_out(trial.layer for trial in trials)
+    for kind, spread in (("sm90", 0.14), ("portable", 0.24), ("fused", 0.04)):
+        for left_out in (False, True):
+            errors = [t.error for t in trials if t.kind == kind and (t.layer in others) == left_out]
+            assert len(errors) > 15 and abs(statistics.fmean(errors)) < 0.03
+            assert statistics.pstdev(errors) < spread, (kind, left_out)
+
+
+def test_a_fit_finds_a_constant_that_was_changed(trials, monkeypatch):
+    chosen = [trial for trial in trials if trial.kind == "fused"]
+    right, before = fitting.loss(chosen), estimate._FUSED_TENSOR
+    monkeypatch.setattr(estimate, "_FUSED_TENSOR", 3 * before)
+    assert fitting.loss(chosen) > 10 * right
+    assert fitting.fit(chosen, ("_FUSED_TENSOR",), seconds=0.5)["_FUSED_TENSOR"] == pytest.approx(before, rel=0.1)
+    assert fitting.loss(chosen) < 1.1 * right

@@ -1,0 +1,171 @@
+"""Fit the constants of cutlass_sep/estimate.py to timed schedules, and say how well they meet them.
+
+    python benchmarks/fit.py --seconds 60     # a random search from the constants as they are; prints better ones
+    python benchmarks/fit.py --seconds 0      # only how well the constants as they are meet the times
+
+The times are those of benchmarks/results/h200.trials.jsonl: for a layer at one dtype, layout and batch, microseconds of
+a call and the values of the schedule's fields, and of PyTorch's convolutions in this layout and in the other one. They
+were taken once for this, with kernels a little older than those of today. Every third layer is left out of the fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).resolve().parent
+TRIALS = BENCHMARKS / "results" / "h200.trials.jsonl"
+sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
+
+from planner import left_out  # noqa: E402
+
+from cutlass_sep import estimate  # noqa: E402
+from cutlass_sep.bench import inputs  # noqa: E402
+from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry, FusedTile  # noqa: E402
+from cutlass_sep.problem import Problem  # noqa: E402
+from cutlass_sep.schedule import Geometry, Schedule  # noqa: E402
+
+ARCH = "sm_90a"
+#: What is fitted for each kind of kernel; constants that hold by arithmetic or by a measurement of their own are not.
+CONSTANTS = {
+    "sm90": (
+        "_L2_BYTES", "_FILL_BYTES", "_LONE_WARP", "_STEP", "_ROW", "_COPY", "_ITEM", "_STAGE", "_LATE", "_BEHIND",
+        "_EXPOSED",
+    ),
+    "portable": (
+        "_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_UNPACK", "_PORTABLE_ALONE", "_PORTABLE_EXPOSED",
+        "_PORTABLE_SHARE",
+    ),
+    "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
+}  # fmt: skip
+#: A time this far off, in its logarithm, counts no more than that: outliers must not decide.
+_CAP = 0.7
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One timed call: `estimated` gives the microseconds by the present constants. Trials of a `case` are compared."""
+
+    layer: str
+    case: int
+    kind: str
+    microseconds: float
+    estimated: Callable[[], float]
+
+    @property
+    def error(self) -> float:
+        return math.log(self.microseconds / self.estimated())
+
+
+def trials(path: Path) -> list[Trial]:
+    """All trials of kernels in a file."""
+    layers = {case.id: case for case in inputs.layers(BENCHMARKS / "layers.jsonl")[0]}
+    layers |= {case.id: case for case in (inputs.lead(), inputs.lead1d())}
+    found = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        row = json.loads(line)
+        case = inputs.variant(layers[row["id"]], row["dtype"], row["layout"], row["fp32_precision"])
+        problem = replace(case.problem, n=row["batch"])
+        for microseconds, fields in row["trials"]:
+            schedule = _block(fields) if fields[0] in ("fused", "two_kernel") else _separable(fields)
+            kind, estimated = _estimate(problem, schedule)
+            found.append(Trial(row["id"], number, kind, microseconds, estimated))
+    return found
+
+
+def _separable(fields: list[Any]) -> Schedule:
+    return Schedule(*fields[:-2], *map(bool, fields[-2:]))
+
+
+def _block(fields: list[Any]) -> BlockSchedule:
+    form, path, *parts = fields
+    if form == "fused":
+        return BlockSchedule(form, path, tile=FusedTile(*parts[0]))
+    return BlockSchedule(form, path, *map(_separable, parts))
+
+
+def _estimate(problem: Problem, schedule: Schedule | BlockSchedule) -> tuple[str, Callable[[], float]]:
+    """(what kind of kernel, its estimate): the geometry is computed once, the constants are read at each call."""
+    if isinstance(schedule, Schedule):
+        return schedule.path, _of_geometry(Geometry(problem, schedule))
+    if schedule.form == "fused":
+        fused = FusedGeometry(problem, schedule.tile)
+        return "fused", lambda: estimate.fused_us(fused)
+    halves = (problem.expand, schedule.expand), (problem.project, schedule.project)
+    first, second = (_of_geometry(Geometry(half, part)) for half, part in halves)
+    return schedule.path, lambda: first() + second()
+
+
+def _of_geometry(geometry: Geometry) -> Callable[[], float]:
+    if geometry.schedule.path == "sm90":
+        return lambda: estimate.sm90_us(geometry)
+    return lambda: estimate.portable_us(geometry, ARCH)
+
+
+def loss(chosen: list[Trial]) -> float:
+    """Mean square of the errors, those among a case's trials counted four times: it is the order that matters."""
+    cases: dict[int, list[float]] = {}
+    for trial in chosen:
+        cases.setdefault(trial.case, []).append(trial.error)
+    total = 0.0
+    for errors in cases.values():
+        mean = statistics.fmean(errors)
+        total += sum(3 * (error - mean) ** 2 + min(abs(error), _CAP) ** 2 for error in errors)
+    return total / len(chosen)
+
+
+def fit(chosen: list[Trial], names: tuple[str, ...], seconds: float, seed: int = 0) -> dict[str, float]:
+    """Constants of `estimate` that meet the trials better, which it then has."""
+    draw, constants = random.Random(seed), vars(estimate)
+    best, steps = loss(chosen), dict.fromkeys(names, 0.2)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        name = draw.choice(names)
+        before = constants[name]
+        constants[name] = before * math.exp(draw.gauss(0, steps[name]))
+        if (now := loss(chosen)) < best:
+            best, steps[name] = now, min(0.5, 1.3 * steps[name])
+        else:
+            constants[name], steps[name] = before, max(0.02, 0.95 * steps[name])
+    return {name: constants[name] for name in names}
+
+
+def show(found: list[Trial], others: set[str]) -> None:
+    """Mean and standard deviation of the errors, fitted and left out; and within the trials of a case."""
+    for kind in CONSTANTS:
+        for title, chosen in (
+            ("fitted", [t for t in found if t.kind == kind and t.layer not in others]),
+            ("left out", [t for t in found if t.kind == kind and t.layer in others]),
+        ):
+            errors = [trial.error for trial in chosen]
+            text = f"{kind:9} {title:9} {len(errors):5} trials, {100 * statistics.fmean(errors):+5.1f} %"
+            print(f"{text} on average, standard deviation {100 * statistics.pstdev(errors):.0f} %")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of search for each kind of kernel")
+    seconds = parser.parse_args().seconds
+    found = trials(TRIALS)
+    others = left_out(trial.layer for trial in found)
+    show(found, others)
+    if seconds > 0:
+        for kind, names in CONSTANTS.items():
+            chosen = [trial for trial in found if trial.kind == kind and trial.layer not in others]
+            for name, value in fit(chosen, names, seconds).items():
+                print(f"{name} = {value:.3g}")
+        show(found, others)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
