@@ -11,7 +11,7 @@ import torch
 
 from . import arch as archs
 from . import cache, dispatch, operators, planner, tuned
-from .bench import accuracy, inputs, peers, timing
+from .bench import accuracy, inputs, timing
 from .block_schedule import BlockSchedule
 from .console import Output
 from .errors import CompileError, Unsupported
@@ -113,7 +113,8 @@ def compiled(
 
 def choose(problem: Problem, candidates: dict, device: torch.device) -> Tuned:
     """Check and time the candidates, keep the winner, and let later calls take it."""
-    with torch.cuda.device(device), torch.no_grad(), peers.flags(problem.fp32_precision):
+    # With torch's flags as they are: path torch takes the precision from the problem, and cudnn.benchmark from the user.
+    with torch.cuda.device(device), torch.no_grad():
         sets = timing.rotation(problem.bytes, torch.cuda.get_device_properties(device).L2_cache_size)
         drawn = inputs.input_sets(problem, sets, device)
         outputs = {name: call(*drawn[0]) for name, call in candidates.items()}
