@@ -113,7 +113,7 @@ def compiled(
 
 def choose(problem: Problem, candidates: dict, device: torch.device) -> Tuned:
     """Check and time the candidates, keep the winner, and let later calls take it."""
-    # With torch's flags as they are: path torch takes the precision from the problem, and cudnn.benchmark from the user.
+    # With torch's flags as they are: path torch takes precision from the problem, and cudnn.benchmark from the user.
     with torch.cuda.device(device), torch.no_grad():
         sets = timing.rotation(problem.bytes, torch.cuda.get_device_properties(device).L2_cache_size)
         drawn = inputs.input_sets(problem, sets, device)
