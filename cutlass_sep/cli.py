@@ -178,7 +178,8 @@ def _problem_arguments() -> argparse.ArgumentParser:
     group.add_argument("--fp32-precision", choices=PRECISIONS, default=None, help="default: ieee")
     text = "target; default: $CUTLASS_SEP_ARCH, else the GPU's, else sm_90a"
     group.add_argument("--arch", choices=tuple(ARCHS), help=text)
-    group.add_argument("--path", choices=("sm90", "portable"), help="default: what the planner picks")
+    text = "default: what the planner picks, or the best kernel where it would call PyTorch"
+    group.add_argument("--path", choices=("sm90", "portable"), help=text)
     group.add_argument(
         "--form", choices=("fused", "two_kernel"), help="sepblock1d only; default: what the planner picks"
     )

@@ -124,7 +124,7 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
 def compile(args: argparse.Namespace, output: Output) -> Answer:
     """Compile and show registers, shared memory and spills."""
     built = _op(args)
-    output.say(f"{describe(built.problem)}: {_choice(built)} for {built.arch}")
+    output.say(f"{describe(built.problem)}: {_choice(built)} for {built.arch}: {built.reason}")
     data = _about(built) | {"compile": _compile(built, output), "output": None}
     if args.output is not None:
         _write(args.output, built.kernel.cubin.code)
