@@ -146,8 +146,8 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
     """Rows for the cases asked for; 1 if a value was wrong, a time impossible, or a row slower than its best peer."""
     if args.from_file is not None:
         return _report_of_file(args, output)
-    device = _require_device("bench")
     cases, left_out = _cases(args)
+    device = _require_device("bench")
     if args.tune:
         if args.path is not None or args.form is not None:
             raise UsageError("--tune finds the path and form; it contradicts --path and --form")

@@ -495,6 +495,7 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         ),
         (["cache", "warm", "--layers", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
         (["bench", "--rows", "3"], "--rows"),
+        (["bench", "--suite", "/nonexistent.jsonl"], "/nonexistent.jsonl is no file of layers"),
         (["bench", "--samples", "0"], "--samples"),
         (["emit", "--shape", f"1,8,{2**29},{2**29}"], f"--shape 1,8,{2**29},{2**29} --out-channels 128 --kernel 3: S"),
         (["emit", "--op", "sepblock1d", "--shape", "1,2,3,4"], "--shape must be N,C,L"),
