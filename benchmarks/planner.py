@@ -23,11 +23,14 @@ GOOD = 1.05
 
 @dataclass(frozen=True)
 class Pick:
-    """One tuned layer: time of the kernel picked over that of the fastest one; and of what is run over the fastest."""
+    """One tuned layer, in times over the fastest: of the kernel picked, of the one that would be picked if every size
+    had its own, both over the fastest kernel, and of what a call runs.
+    """
 
     id: str
     kind: str
     kernel: float
+    own_size: float
     call: float
 
 
@@ -54,9 +57,10 @@ def picks(data: dict[str, Any]) -> list[Pick]:
         if mine is None:
             continue
         kernels = [time for key, time in times.items() if key != _key(None)]
+        own = times.get(_key(planner.rules(problem).for_size(problem, row["arch"])[0].to_json()), math.inf)
         called = mine if plan.schedule else times[_key(None)]
         kind = " ".join(filter(None, (row["dtype"], row["fp32_precision"], row["layout"])))
-        found.append(Pick(row["id"], kind, mine / min(kernels), called / min(times.values())))
+        found.append(Pick(row["id"], kind, mine / min(kernels), own / min(kernels), called / min(times.values())))
     return found
 
 
@@ -66,15 +70,16 @@ def _key(schedule: dict[str, Any] | None) -> str:
     return canonical(schedule)
 
 
-def summary(found: list[Pick]) -> dict[str, tuple[int, float, float]]:
-    """{kind: (layers, share of good picks, geometric mean of what a call loses)}."""
+def summary(found: list[Pick]) -> dict[str, tuple[int, float, float, float]]:
+    """{kind: (layers, share of good picks, the same if every size had its own, mean of what a call loses)}."""
     kinds = sorted({pick.kind for pick in found})
     return {kind: _summary([pick for pick in found if pick.kind == kind]) for kind in kinds}
 
 
-def _summary(found: list[Pick]) -> tuple[int, float, float]:
+def _summary(found: list[Pick]) -> tuple[int, float, float, float]:
     good = sum(pick.kernel <= GOOD for pick in found) / len(found)
-    return len(found), good, math.exp(sum(math.log(pick.call) for pick in found) / len(found))
+    own = sum(pick.own_size <= GOOD for pick in found) / len(found)
+    return len(found), good, own, math.exp(sum(math.log(pick.call) for pick in found) / len(found))
 
 
 def main() -> int:
@@ -86,9 +91,9 @@ def main() -> int:
     layers, _ = inputs.layers(Path(__file__).resolve().parent / "layers.jsonl")
     others = left_out(case.id for case in layers)
     for title, chosen in (("left out of the fit", [p for p in found if p.id in others]), ("all", found)):
-        print(f"{title}: layers, picks within 5 % of the fastest kernel timed, what a call loses")
-        for kind, (count, good, lost) in summary(chosen).items():
-            print(f"  {kind:32} {count:4} {100 * good:5.0f} % {100 * (lost - 1):6.1f} %")
+        print(f"{title}: layers, picks within 5 % of the fastest kernel timed (of its own size), what a call loses")
+        for kind, (count, good, own, lost) in summary(chosen).items():
+            print(f"  {kind:32} {count:4} {100 * good:5.0f} % ({100 * own:.0f} %) {100 * (lost - 1):6.1f} %")
     for pick in sorted(found, key=lambda pick: -pick.call)[:10]:
         print(f"  worst: {pick.id} {pick.kind}: {pick.call:.2f} x the fastest")
     return 0

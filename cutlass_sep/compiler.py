@@ -90,7 +90,7 @@ def build(source: str, arch: str, *, name: str) -> Cubin:
         raise ValueError(f"name must be 1 to 120 ASCII letters, digits, '_', '.' or '-', got {name!r}")
     check_arch(arch)
     document = key_document(source, arch)
-    key = _digest(document)
+    key = digest(document)
     while True:
         with _lock:
             if key in _memory:
@@ -248,7 +248,7 @@ def header_digest(source: str) -> str:
     roots = include_paths()
     store = cache.store()
     # What identifies a walk: where it starts and where it looks. Its result is verified by stat before it is used.
-    walk_key = _digest({"schema": headers.SCHEMA, "includes": [os.fsdecode(i) for i in includes], "roots": roots})
+    walk_key = digest({"schema": headers.SCHEMA, "includes": [os.fsdecode(i) for i in includes], "roots": roots})
     known = _walks.get(walk_key)
     if known is None and (entry := store.load(walk_key, "headers", ".headers")) is not None:
         known = headers.Headers.from_json(entry[0])
@@ -262,7 +262,8 @@ def header_digest(source: str) -> str:
 _walks: dict[str, headers.Headers] = {}
 
 
-def _digest(document: dict[str, Any]) -> str:
+def digest(document: dict[str, Any]) -> str:
+    """sha256 of a document's canonical JSON: a key of the disk cache."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -6,7 +6,6 @@ A pick holds for one problem on one kind of GPU under one driver and one set of 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from importlib import metadata
 from pathlib import Path
@@ -65,7 +64,7 @@ def keep(problem: Problem, device: torch.device, plan: Plan) -> bool:
 
 def _key(problem: Problem, device: torch.device) -> str:
     document = {"op": problem.op, "problem": problem.to_json(), "environment": _environment(device.index)}
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    return compiler.digest(document)
 
 
 @functools.lru_cache(maxsize=64)

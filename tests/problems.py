@@ -7,6 +7,7 @@ from block import Block
 from separable import Case
 
 from cutlass_sep.problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
+from cutlass_sep.schedule import Schedule, check, estimate, ranked, typical
 
 #: The four arithmetics of the kernels, by short names, and the element type of each.
 KINDS = {"ieee": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -23,3 +24,12 @@ def problem_of(
     precision = {"fp32_precision": kind} if kind in ("ieee", "tf32") else {}
     tensors = case.tensors("meta", KINDS[kind], layout)
     return operator.from_tensors(*tensors, **case.options, **precision).with_alignment(alignment)
+
+
+def best_first(problem: SeparableConv2dProblem, arch: str, path: str, found: list[Schedule]) -> bool:
+    """Whether `found` is the best legal schedule of each typical size and then the rest, both in order of estimates."""
+    legal = [[s for s in ranked(size, path, arch) if check(problem, s, arch)] for size in typical(problem)]
+    first = {ranking[0] for ranking in legal if ranking}
+    parts = found[: len(first)], found[len(first) :]
+    times = [[estimate(problem, schedule, arch) for schedule in part] for part in parts]
+    return set(parts[0]) == first and set(found) == set().union(*legal) and all(t == sorted(t) for t in times)

@@ -12,7 +12,7 @@ from separable import Case, assert_output_close
 from torch import Tensor
 
 import cutlass_sep
-from cutlass_sep import Unsupported, arch, dispatch, explain
+from cutlass_sep import Unsupported, arch, dispatch, explain, reference
 from cutlass_sep import kernel as kernels
 from cutlass_sep.functional import depthwise_separable_conv2d
 from cutlass_sep.op import DepthwiseSeparableConv2d, _overlap
@@ -449,3 +449,16 @@ def test_warmup_builds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     assert len(built) == 2
     with pytest.raises(TypeError, match="f must be"):
         cutlass_sep.warmup(len, [])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "element_size", "contiguous"),
+    [
+        ((3, 3), (1, 1), 2, False), ((3, 3), (1, 2), 2, True), ((3, 3), (2, 1), 4, True), ((1, 64), (1, 1), 4, False),
+        ((1, 75), (1, 1), 4, True), ((1, 75), (1, 1), 2, False), ((31, 31), (1, 1), 2, True),
+    ],
+)  # fmt: skip
+def test_path_torch_knows_which_depthwise_convolutions_are_slow_in_channels_last(
+    kernel, dilation, element_size, contiguous
+):
+    assert reference.depthwise_contiguous(kernel, dilation, element_size) is contiguous

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from block import Block
-from problems import problem_of
+from problems import best_first, problem_of
 from separable import Case
-from test_schedule import best_first
 
 from cutlass_sep import compiler, planner
 from cutlass_sep.bench import inputs

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from problems import KINDS, LAYOUTS, LEAD, problem_of
+from problems import KINDS, LAYOUTS, LEAD, best_first, problem_of
 from separable import Case
 
 from cutlass_sep.arch import ARCHS, SHARED_BYTES
@@ -19,8 +19,6 @@ from cutlass_sep.schedule import (
     Schedule,
     candidates,
     check,
-    estimate,
-    ranked,
     supports,
     tile_key,
     typical,
@@ -46,15 +44,6 @@ def random_problem(draw: random.Random) -> SeparableConv2dProblem:
         dilation=dilation, dw_bias=draw.random() < 0.5, mid_activation=draw.choice([None, "relu6", "gelu"]),
     )  # fmt: skip
     return problem_of(case, draw.choice(list(KINDS)), draw.choice(LAYOUTS), draw.choice([16, 4]))
-
-
-def best_first(problem: SeparableConv2dProblem, arch: str, path: str, found: list[Schedule]) -> bool:
-    """Whether `found` is the best legal schedule of each typical size and then the rest, both in order of estimates."""
-    legal = [[s for s in ranked(size, path, arch) if check(problem, s, arch)] for size in typical(problem)]
-    first = {ranking[0] for ranking in legal if ranking}
-    parts = found[: len(first)], found[len(first) :]
-    times = [[estimate(problem, schedule, arch) for schedule in part] for part in parts]
-    return set(parts[0]) == first and set(found) == set().union(*legal) and all(t == sorted(t) for t in times)
 
 
 RANDOM = [random_problem(random.Random(seed)) for seed in range(150)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -199,13 +198,13 @@ def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> 
 
 def _alike(row: dict[str, Any]) -> str:
     """What a row has in common with those that it may be compared with."""
-    return json.dumps([row[name] for name in peers.ALIKE], sort_keys=True)
+    return results.canonical([row[name] for name in peers.ALIKE])
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:
     if request.peers is not None:
         return request.peers
-    return peers.PEERS if inputs.is_lead(case.problem) else ("eager",)
+    return peers.PEERS if case.id in (inputs.LEAD_ID, inputs.LEAD1D_ID) else ("eager",)
 
 
 def _keep(request: Request, finished: Finished) -> None:
