@@ -280,7 +280,7 @@ def test_a_stray_lock_file_is_harmless(folder: Path) -> None:
 def test_waiting_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cache, "LOCK_WAIT_SECONDS", 0.3)
     caplog.set_level(logging.INFO, "cutlass_sep")
-    key = compiler._digest(compiler.key_document(SOURCE, ARCH))
+    key = compiler.digest(compiler.key_document(SOURCE, ARCH))
     holder = cache.Store(folder)
     with holder.lock(key, f"scale-{ARCH}"):
         (lock,) = entries(folder, ".lock")
