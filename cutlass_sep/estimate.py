@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
 #: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads.
-LAUNCH_US = 8.4
+LAUNCH_US = 7.4
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
 _DEVICE_BYTES = 18.1
 _L2_BYTES = 67.0
@@ -35,6 +35,9 @@ _STEP = 1010.0
 #: Cycles that waiting for one row, or giving it back, takes a warp; and that a TMA copy takes the producer.
 _ROW = 31.0
 _COPY = 166.0
+#: mma_q: cycles of 32 channels of a warpgroup that nothing else of it hides, beside its MMAs; of a pass over channels;
+#: of tensor cores for an mma.sync of each warp; of an item whose warpgroups split the channels, for an output channel.
+_DIAGONAL_STEP, _DIAGONAL_CHUNK, _DIAGONAL_MMA, _SPLIT = 178.0, 212.0, 9.2, 31.0
 #: Cycles of a work item beside its steps; and that a warp waits for a batch of its stores, but the first, to leave the
 #: staging buffers.
 _ITEM = 190.0
@@ -131,9 +134,37 @@ def _lines(g: Geometry, channels: float) -> float:
     return channels * (math.ceil(useful * size / 128) + (2 if p.kernel[1] > 1 else 0))
 
 
+def _diagonal_compute(g: Geometry, new_rows: int) -> float:
+    """The same with the depthwise stage on tensor cores, which a warpgroup leaves to the others now and then."""
+    p, s = g.problem, g.schedule
+    groups = -(-p.c // 32) / g.chunks
+    ends = 1 / g.chunks
+    pairs = -(-p.taps // 2)
+    matrices = g.matrices
+    mmas = 2 * s.blocks * max(s.tile_oc / 2, 16) + 4 * s.blocks * pairs * _DIAGONAL_MMA
+    # Instructions of a warp: an mma.sync takes 6 more that bring its operands together.
+    issue = 4 * s.blocks * pairs * 7 + 2 * matrices + pairs + s.blocks * (16 * _ACTIVATION[p.mid_activation] + 60)
+    shared = 4 * matrices + pairs
+    end_issue, end_shared = _epilogue(g)
+    own = groups * (_DIAGONAL_STEP + mmas) + _DIAGONAL_CHUNK + ends * end_issue
+    copies = g.atoms * _COPY if g.slot_rows > 1 else new_rows * (_ROW + _COPY * g.atoms)
+    stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
+    split = ends * s.warpgroups * s.tile_oc * _SPLIT if s.split_channels else 0
+    wgmmas = groups * 2 * s.blocks * s.tile_oc / 4
+    return stage + split + _combine(
+        own,
+        s.warpgroups * (groups * issue + ends * end_issue),
+        s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + new_rows * g.slot_bytes / g.slot_rows / 128,
+        s.warpgroups * groups * mmas,
+        copies,
+    )
+
+
 def _compute(g: Geometry, new_rows: int) -> float:
     """sm90: cycles of arithmetic in a round (one step of every warpgroup, over one chunk of channels)."""
     p, s = g.problem, g.schedule
+    if s.mma_q:
+        return _diagonal_compute(g, new_rows)
     groups = -(-p.c // 16) / g.chunks  # on average: the last pass may have fewer
     ends = 1 / g.chunks  # share of an epilogue
     issue, shared = _depthwise(g)
@@ -145,7 +176,7 @@ def _compute(g: Geometry, new_rows: int) -> float:
     mmas = s.warpgroups * groups * s.blocks * _products(g)
     return stage + _combine(
         max(s.warpgroups, _LONE_WARP) * instructions + waits,
-        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + new_rows * g.row_bytes / 128,
+        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + new_rows * g.slot_bytes / g.slot_rows / 128,
         mmas * max(s.tile_oc / 2, 16),
         new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1)),
     )
@@ -163,9 +194,10 @@ def _memory(g: Geometry, new_rows: int, steps: int, active: int) -> float:
     output = rows * columns * min(s.tile_oc, p.o) * size / g.chunks
     resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
     weights = 0 if resident else g.stage_bytes / max(1, steps / g.tiles_down)
+    at_a_time = s.warpgroups if s.split_channels else 1  # chunks
     again = max(0, new_rows * _lines(g, channels) * 128 - own + weights)
     device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
-    return (own + output) / device_bytes + again / _L2_BYTES
+    return at_a_time * ((own + output) / device_bytes + again / _L2_BYTES)
 
 
 def sm90_us(g: Geometry) -> float:
@@ -180,11 +212,12 @@ def sm90_us(g: Geometry) -> float:
     if g.march:
         late = 1 + _LATE * max(0.0, 1 - s.row_slots / window)
         rounds = steps / g.tiles_down * _combine(memory, compute) * late
-        fill = (g.window_rows(g.tile_p) * g.row_bytes + g.stage_bytes) / _FILL_BYTES
+        fill = (g.window_rows(g.tile_p) * g.slot_bytes / g.slot_rows + g.stage_bytes) / _FILL_BYTES
     else:
         # The next chunk loads during this one as far as there are slots for it.
-        behind = _BEHIND * (1 - min(1.0, max(0.0, s.row_slots / window - 1)))
-        rounds, fill = g.chunks * (_combine(memory, compute) + behind * min(memory, compute)), 0.0
+        behind = _BEHIND * (1 - min(1.0, max(0.0, s.row_slots * g.slot_rows / window - 1)))
+        passes = g.chunks / s.warpgroups if s.split_channels else g.chunks
+        rounds, fill = passes * (_combine(memory, compute) + behind * min(memory, compute)), 0.0
     return -(-items // MULTIPROCESSORS) * (rounds + fill + _ITEM) / CYCLES_PER_US + LAUNCH_US
 
 

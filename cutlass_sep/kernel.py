@@ -146,6 +146,9 @@ class Stage(ABC):
         self.maps = self._tensor_maps()
         self._encoded: OrderedDict[tuple[int, int], bytes] = OrderedDict()
 
+    #: Whether the kernel waits by itself for the one before it on the stream.
+    overlaps = True
+
     @abstractmethod
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(grid x, y, z, block x, y, z, shared bytes) of a launch, and the ints of Arguments."""
@@ -168,6 +171,10 @@ class Stage(ABC):
 class SeparableStage(Stage):
     """A kernel of the separable operator: the 2-D operator's only one, or one of the block's two-kernel form."""
 
+    @property
+    def overlaps(self) -> bool:
+        return self.geometry.schedule.path == "sm90"
+
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         g, p = self.geometry, self.geometry.problem
         steps = g.steps(processors)
@@ -182,9 +189,10 @@ class SeparableStage(Stage):
         if g.schedule.path != "sm90":
             return []
         if g.channels_last:
+            columns = g.schedule.mma_q or 16  # of a block of 16 pixels
             return [
-                TensorMap(_X, ("c", "w", "h", "n"), (128 // size, g.columns, 1, 1), 128),
-                TensorMap(_Y, ("o", "q", "p", "n"), (g.store_bytes // size, 16, 1, 1), g.store_bytes),
+                TensorMap(_X, ("c", "w", "h", "n"), (128 // size, g.columns, g.slot_rows, 1), 128),
+                TensorMap(_Y, ("o", "q", "p", "n"), (g.store_bytes // size, columns, 16 // columns, 1), g.store_bytes),
             ]
         return [
             TensorMap(_X, ("w", "h", "c", "n"), (g.columns, 1, g.schedule.slot_channels, 1), 0),
@@ -228,9 +236,9 @@ class FusedStage(Stage):
 
 
 class _Frame(NamedTuple):
-    """Host memory of the parameters of one call, and what cuLaunchKernel takes for each of its launches.
+    """Host memory of the parameters of one call, and what cuLaunchKernelEx takes for each of its launches.
 
-    Nothing changes it, and the driver copies the parameters before cuLaunchKernel returns, so that calls share it.
+    Nothing changes it, and the driver copies the parameters before cuLaunchKernelEx returns, so that calls share it.
     """
 
     launches: list[tuple]
@@ -244,7 +252,7 @@ class _Launcher:
         from cuda.bindings import driver
 
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.run = driver.cuLaunchKernel
+        self.run = driver.cuLaunchKernelEx
         self._device, self._stages = device, stages
         configurations = [stage.configuration(processors) for stage in stages]
         self._scalars = [scalars for _, scalars in configurations]
@@ -265,11 +273,18 @@ class _Launcher:
 
         pack_blocks = sum(stage.geometry.pack_blocks for stage in stages)
         shapes = [(pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0), *(shape for shape, _ in configurations)]
-        #: What cuLaunchKernel takes for each launch before the stream, and where in a frame its parameters are listed.
+        #: Each launch's kernel and shape, and where in a frame its parameters are listed.
         self._launches, offset = [], _PARAMETER_BYTES * len(formats)
         for kernel, shape, own in zip((module.pack, *module.mains), shapes, lists, strict=True):
-            self._launches.append(((driver.CUfunction(int(kernel)), *shape), offset))
+            self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
+        # On path sm90 a kernel starts while the one before it still runs, and waits for it (templates/pipeline_sm90.cuh).
+        self._attributes = []
+        if all(stage.overlaps for stage in stages):
+            overlap = driver.CUlaunchAttribute()
+            overlap.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            overlap.value.programmaticStreamSerializationAllowed = 1
+            self._attributes.append(overlap)
 
     def enter_context(self) -> None:
         """Make the device's primary context, which is PyTorch's, current in the calling thread."""
@@ -279,6 +294,17 @@ class _Launcher:
             driver.cuDevicePrimaryCtxRetain(driver.CUdevice(self._device)), "retaining the device's context"
         )
         _checked(driver.cuCtxSetCurrent(context), "making the device's context current")
+
+    def _configuration(self, shape: tuple[int, ...], stream):
+        from cuda.bindings import driver
+
+        configuration = driver.CUlaunchConfig()
+        names = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ", "sharedMemBytes")
+        for name, value in zip(names, shape, strict=True):
+            setattr(configuration, name, value)
+        configuration.hStream = stream
+        configuration.attrs, configuration.numAttrs = self._attributes, len(self._attributes)
+        return configuration
 
     def frame(self, key: tuple[int, ...], pointers: list[tuple[int, ...]]) -> _Frame:
         """The frame of a call, kept under `key`; `pointers` are those of Arguments for each stage."""
@@ -294,7 +320,10 @@ class _Launcher:
             values += [stage.encoded(index, own[tensor_map.pointer]) for index, tensor_map in enumerate(stage.maps)]
         values += [base + parameter for parameter in self._parameters]
         self._layout.pack_into(memory, start, *values)
-        frame = _Frame([(*launch, stream, base + offset, 0) for launch, offset in self._launches], memory)
+        launches = []
+        for kernel, shape, offset in self._launches:
+            launches.append((self._configuration(shape, stream), kernel, base + offset, 0))
+        frame = _Frame(launches, memory)
         self.frames[key] = frame
         if len(self.frames) > _KEPT:
             self.frames.popitem(last=False)

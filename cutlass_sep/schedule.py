@@ -35,6 +35,8 @@ PORTABLE_CANDIDATES = 6
 PORTABLE_MARGIN = 1.1
 #: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
 MOST_TAPS = 64
+#: sm90: taps that the unrolled depthwise stage on tensor cores takes.
+MOST_DIAGONAL_TAPS = 128
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
@@ -79,6 +81,8 @@ class Schedule:
     staging_groups: int = 1  # sm90: TMA stores of a warp that are staged at a time
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
     side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
+    split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
+    mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -97,11 +101,12 @@ class Schedule:
         from cutlass_library import TileDescription
 
         geometry = Geometry(problem, self)
+        pixel_warpgroups = 1 if self.split_channels else self.warpgroups
         minimum, maximum = (90, 90) if self.path == "sm90" else (80, 1024)
         return TileDescription(
-            [self.tile_oc, geometry.tile_p * geometry.tile_q * self.warpgroups, self.slot_channels],
+            [self.tile_oc, geometry.tile_p * geometry.tile_q * pixel_warpgroups, self.slot_channels],
             self.row_slots,
-            [1, 4 * self.warpgroups, 1],
+            [1, 4 * pixel_warpgroups, self.warpgroups // pixel_warpgroups],
             math_instruction(problem, self),
             minimum,
             maximum,
@@ -153,8 +158,11 @@ class Geometry:
 
     @property
     def mma_steps(self) -> int:
-        """Steps of the depthwise stage (32 bytes of channels of x) whose MMAs are issued together: 16 channels."""
-        return self.problem.element_size // 2
+        """Steps of the depthwise stage (32 bytes of channels of x) whose MMAs are issued together.
+
+        16 channels, or 32 where tensor cores make the depthwise outputs.
+        """
+        return 2 if self.schedule.mma_q else self.problem.element_size // 2
 
     @property
     def lane_q(self) -> int:
@@ -170,9 +178,19 @@ class Geometry:
         return self.channels_last or self.schedule.path == "portable"
 
     @property
+    def warp_q(self) -> int:
+        """Output columns of a warp's tile."""
+        return self.schedule.mma_q or 8 * self.lane_q
+
+    @property
+    def warp_p(self) -> int:
+        """Output rows of a warp's tile."""
+        return self.schedule.blocks * 16 // self.schedule.mma_q if self.schedule.mma_q else self.lane_p
+
+    @property
     def tile_q(self) -> int:
         """Output columns of a warpgroup's tile."""
-        return 8 * self.lane_q * self.schedule.warps_q
+        return self.warp_q * self.schedule.warps_q
 
     @property
     def item_q(self) -> int:
@@ -182,12 +200,13 @@ class Geometry:
     @property
     def tiles_down(self) -> int:
         """Warpgroup tiles below each other that are worked on at a time."""
-        return 1 if self.schedule.side_by_side else self.schedule.warpgroups
+        s = self.schedule
+        return 1 if s.side_by_side or s.split_channels else s.warpgroups
 
     @property
     def tile_p(self) -> int:
         """Output rows of a warpgroup's tile."""
-        return 4 // self.schedule.warps_q * self.lane_p
+        return 4 // self.schedule.warps_q * self.warp_p
 
     def window_rows(self, p: int) -> int:
         return (p - 1) * self.problem.stride[0] + (self.problem.kernel[0] - 1) * self.problem.dilation[0] + 1
@@ -228,9 +247,16 @@ class Geometry:
         return (size_bytes + (32 if rest <= 32 else 96 if rest <= 96 else 160) - rest) // size
 
     @property
-    def row_bytes(self) -> int:
+    def slot_rows(self) -> int:
+        """Rows of x in a slot of the ring: one, or all of a work item's."""
+        whole = self.schedule.mma_q and not self.march
+        return self.window_rows(self.tiles_down * self.tile_p) if whole else 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot of the ring."""
         if self.channels_last:
-            return self.atoms * round_up(self.columns * 128, 1024)
+            return self.atoms * round_up(self.slot_rows * self.columns * 128, 1024)
         return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
 
     @property
@@ -251,7 +277,10 @@ class Geometry:
 
     @property
     def depthwise_weight_bytes(self) -> int:
-        """Depthwise weights of one pass (struct DepthwiseWeights of templates/depthwise_operand.cuh)."""
+        """Depthwise weights of one pass: struct DepthwiseWeights or DiagonalTaps of the templates."""
+        if self.schedule.mma_q:
+            pairs = -(-math.prod(self.problem.kernel) // 2)
+            return self.schedule.slot_channels // 32 * (pairs + 1) * 128 if self.problem.depthwise else 0
         lane_channels = 8 // self.problem.element_size
         row_units = -(-self.problem.kernel[1] * lane_channels // 4)
         return self.schedule.slot_channels // lane_channels * ((self.problem.kernel[0] * row_units + 1) | 1) * 16
@@ -297,7 +326,14 @@ class Geometry:
     def staging_bytes(self) -> int:
         rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
         group = blocks * round_up(rows * self.store_bytes, 1024)
-        return 4 * self.schedule.warpgroups * self.schedule.staging_groups * group
+        warpgroups = 1 if self.schedule.split_channels else self.schedule.warpgroups
+        return 4 * warpgroups * self.schedule.staging_groups * group
+
+    @property
+    def given_bytes(self) -> int:
+        """Split channels: the sums that the other warpgroups give to the first."""
+        s = self.schedule
+        return (s.warpgroups - 1) * (s.blocks * s.tile_oc // 2 + 1) * 128 * 4 if s.split_channels else 0
 
     @property
     def shared_bytes(self) -> int:
@@ -308,7 +344,8 @@ class Geometry:
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
         barriers = 2 * (s.row_slots + s.weight_slots) * 8
-        return s.row_slots * self.row_bytes + s.weight_slots * self.stage_bytes + self.staging_bytes + barriers
+        rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
+        return rings + self.staging_bytes + self.given_bytes + barriers
 
     def steps(self, processors: int) -> int:
         """Warpgroup tiles down a work item. Marched: the split of P that takes the fewest rows of x over all rounds."""
@@ -341,6 +378,27 @@ class Geometry:
         by_shared = (max(archs.SHARED_BYTES.values()) + 1024) // (self.shared_bytes + 1024)
         return max(1, min(by_registers, by_shared, 2048 // self.threads))
 
+    @property
+    def matrices(self) -> int:
+        """mma.sync: matrices of 8 pixels and 8 channels that a warp's depthwise outputs need (struct PixelMatrices)."""
+        (kernel_h, kernel_w), (stride_h, stride_w) = self.problem.kernel, self.problem.stride
+        dilation_h, dilation_w = self.problem.dilation
+        rows = range(0, 2 * self.schedule.blocks if self.schedule.mma_q == 8 else self.schedule.blocks)
+        columns = range(0, self.schedule.mma_q, 8)
+        needed_rows = {row * stride_h + r * dilation_h for row in rows for r in range(kernel_h)}
+        needed_columns = {column * stride_w + s * dilation_w for column in columns for s in range(kernel_w)}
+        return len(needed_rows) * len(needed_columns)
+
+    @property
+    def live_matrices(self) -> int:
+        """mma.sync: matrices of 8 pixels that a warp holds at a time, one block deep (struct PixelMatrices)."""
+        p, ahead = self.problem, 2
+        if not p.depthwise:
+            return 2
+        if self.schedule.mma_q == 8:  # those of the window's rows between the two rows of pixels
+            return p.kernel[1] * min(p.stride[0], p.kernel[0] * p.dilation[0]) + p.kernel[1] + ahead
+        return min(p.kernel[1], -(-8 * p.stride[1] // p.dilation[1])) + 1 + ahead
+
     @cached_property
     def registers(self) -> int:
         """Rough count of registers a consumer thread needs: accumulators, fragments and the depthwise window."""
@@ -350,6 +408,11 @@ class Geometry:
             values = s.blocks * (2 * lane_channels + 4 * self.mma_steps * (2 if self.split else 1) + 8 * self.split)
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
+        if s.mma_q:
+            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, or if they
+            # split the channels, sooner.
+            others = 60 if s.warpgroups == 3 else 44
+            return accumulators + 4 * self.live_matrices + max(others, 84 * s.split_channels)
         values = s.blocks * 2 * lane_channels * self.mma_steps
         fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks
         scaling = s.blocks * 14 * self.split
@@ -439,11 +502,16 @@ def check(
         if geometry.store_groups % schedule.staging_groups:
             reason = f"staging_groups={schedule.staging_groups} is no divisor of the {geometry.store_groups} stores"
             return Support(False, reason)
+        if schedule.split_channels and (reason := _no_split(geometry)) is not None:
+            return Support(False, f"split_channels=True: {reason}")
+        if schedule.mma_q and (reason := _no_diagonals(geometry)) is not None:
+            return Support(False, f"mma_q={schedule.mma_q}: {reason}")
         window = geometry.window_rows(geometry.tile_p)
-        if schedule.row_slots < window:
+        if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
-        if max(geometry.columns, 0 if geometry.channels_last else schedule.slot_channels) > 256:
-            size = f"{geometry.columns} columns of {schedule.slot_channels} channels"
+        if max(geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels) > 256:
+            rows = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
+            size = f"{rows}{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
         if not geometry.channels_last and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
             return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
@@ -462,11 +530,37 @@ def check(
     return Support(True)
 
 
+def _no_diagonals(geometry: Geometry) -> str | None:
+    """Why tensor cores cannot make these depthwise outputs, or None."""
+    p, s = geometry.problem, geometry.schedule
+    if p.element_size != 2 or not geometry.channels_last:
+        return f"mma.sync reads 16-bit channels_last tensors, not {p.dtype} {p.layout}"
+    if p.depthwise and s.blocks != 1:
+        return f"blocks={s.blocks} must be 1: the matrices of more do not fit into registers"
+    if p.taps > MOST_DIAGONAL_TAPS:
+        return f"{p.taps} taps are unrolled, at most {MOST_DIAGONAL_TAPS}"
+    if p.mid_activation is not None and not p.depthwise:
+        return "without a depthwise convolution x is the operand as it is"
+    return None
+
+
+def _no_split(geometry: Geometry) -> str | None:
+    """Why the warpgroups cannot take the channels in turn, or None."""
+    s = geometry.schedule
+    if not s.mma_q:
+        return "only where mma_q makes the depthwise outputs"
+    if s.side_by_side:
+        return "side_by_side=True gives each warpgroup a tile of its own"
+    if not 1 < s.warpgroups <= geometry.chunks:
+        return f"{s.warpgroups} warpgroups cannot share {geometry.chunks} passes over the channels"
+    return None
+
+
 def _malformed(schedule: Schedule) -> str | None:
     """Why this is no schedule of any problem, or None."""
     if schedule.path not in PATHS:
         return f"path={schedule.path!r} must be one of {', '.join(map(repr, PATHS))}"
-    for name in ("gather", "side_by_side"):
+    for name in ("gather", "side_by_side", "split_channels"):
         if type(getattr(schedule, name)) is not bool:
             return f"{name}={getattr(schedule, name)!r} must be True or False"
     for name in _COUNTS:
@@ -475,12 +569,17 @@ def _malformed(schedule: Schedule) -> str | None:
             return f"{name}={value!r} must be a positive integer"
     if schedule.warps_q not in (1, 2, 4):
         return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
+    if type(schedule.mma_q) is not int or schedule.mma_q not in (0, 8, 16):
+        return f"mma_q={schedule.mma_q!r} must be 0, 8 or 16"
     if schedule.path == "portable":
+        if schedule.mma_q:
+            return f"mma_q={schedule.mma_q}: on path portable fp32 FMA makes the depthwise outputs"
         for name in ("row_slots", "weight_slots", "staging_groups"):
             if getattr(schedule, name) != 1:
                 return f"{name}={getattr(schedule, name)} must be 1: path portable has no rings"
-        if schedule.side_by_side:
-            return "side_by_side=True: on path portable the warps' tiles are arranged by warps_q alone"
+        if schedule.side_by_side or schedule.split_channels:
+            name = "side_by_side" if schedule.side_by_side else "split_channels"
+            return f"{name}=True: on path portable the warps' tiles are arranged by warps_q alone"
         # More threads than PORTABLE_REGISTERS of each leave room for do not fit into a multiprocessor.
         return None if schedule.warpgroups <= 2 else f"warpgroups={schedule.warpgroups} must be 1 or 2"
     if schedule.warpgroups not in CONSUMER_REGISTERS:
@@ -505,10 +604,19 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
     padded = round_up(problem.c, atom)
     slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
     one_row = is_one_row(problem)
-    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), (4,) if one_row else (4, 2, 1), (2, 3, 1))
-    for tile_oc, slot, blocks, warps_q, warpgroups in shapes:
-        base = Schedule(path, tile_oc, slot, blocks, warps_q, warpgroups, side_by_side=one_row and warpgroups > 1)
-        if Geometry(problem, base).registers <= CONSUMER_REGISTERS[warpgroups]:
+    diagonal = 16 if one_row else 8
+    mma_qs = (0, diagonal) if problem.element_size == 2 and problem.layout == "channels_last" else (0,)
+    warps_qs = (4,) if one_row else (4, 2, 1)
+    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), warps_qs, (2, 3, 1), mma_qs, (False, True))
+    for tile_oc, slot, blocks, warps_q, warpgroups, mma_q, split in shapes:
+        base = Schedule(
+            path, tile_oc, slot, blocks, warps_q, warpgroups, side_by_side=one_row and warpgroups > 1 and not split,
+            split_channels=split, mma_q=mma_q,
+        )  # fmt: skip
+        geometry = Geometry(problem, base)
+        if split and _no_split(geometry) or mma_q and _no_diagonals(geometry):
+            continue
+        if geometry.registers <= CONSUMER_REGISTERS[warpgroups]:
             yield from _with_rings(problem, base, arch)
 
 
@@ -540,14 +648,14 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
     geometry = Geometry(problem, base)
     window = geometry.window_rows(geometry.tile_p)
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
-    most = 2 * geometry.window_rows(geometry.tile_p * geometry.tiles_down) + 8
+    most = 2 * geometry.window_rows(geometry.tile_p * geometry.tiles_down) + 8 if geometry.slot_rows == 1 else 4
     groups = geometry.store_groups
     for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
         for staging in [count for count in (1, 2, 4, 8) if groups % count == 0] if groups <= 8 else (1, groups):
             partial = replace(base, weight_slots=weight_slots, staging_groups=staging, row_slots=0)
             room = archs.SHARED_BYTES[arch] - Geometry(problem, partial).shared_bytes
-            rows = min(room // (geometry.row_bytes + 16), most)
-            if rows >= window:
+            rows = min(room // (geometry.slot_bytes + 16), most)
+            if rows * geometry.slot_rows >= window:
                 yield replace(partial, row_slots=rows)
 
 
@@ -608,7 +716,7 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
         return tuple(found[:PORTABLE_CANDIDATES])
     best = {}
     for s in found:
-        best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups), s)
+        best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.split_channels, s.mma_q), s)
     return tuple(best.values())[:SM90_CANDIDATES]
 
 

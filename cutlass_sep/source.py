@@ -109,10 +109,12 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kBlocks": schedule.blocks,
         "kWarpsQ": schedule.warps_q,
         "kWarpgroups": schedule.warpgroups,
+        "kMmaQ": schedule.mma_q,
     }
     if schedule.path == "sm90":
         values |= {
             "kSideBySide": schedule.side_by_side,
+            "kSplitChannels": schedule.split_channels,
             "kRowSlots": schedule.row_slots,
             "kWeightSlots": schedule.weight_slots,
             "kStagingGroups": schedule.staging_groups,
@@ -129,14 +131,18 @@ def constants(geometry: Geometry) -> dict[str, Any]:
 
 def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
     """What a translation unit states of one kernel of the separable operator."""
+    geometry = Geometry(problem, schedule)
+    kind = "F32{0}{0}F32_TN".format("F16" if problem.dtype == "float16" else "BF16")
     return {
         "name": name,
         "config": f"{name.capitalize()}Config",
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
+        "depthwise_atom": f"SM80_16x8x16_{kind}",
+        "depthwise_tail_atom": f"SM80_16x8x8_{kind}",
         "mid_activation": ACTIVATION_STRUCTS[problem.mid_activation],
         "activation": ACTIVATION_STRUCTS[problem.activation],
-        "constants": constants(Geometry(problem, schedule)) | {"kExpandC": 0},
+        "constants": constants(geometry) | {"kExpandC": 0},
     }
 
 

@@ -576,6 +576,8 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
   }
   shared.fill(args);
   __syncthreads();
+  await_grid_before();
+  admit_next_grid();
   if (warpgroup < L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<L::kProjectRegisters>();
     Project<Config>::run(args, shared, warpgroup);

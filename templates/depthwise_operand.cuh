@@ -23,6 +23,22 @@ struct DepthwiseWeights {
     return ((step * 4 + t) * kLaneUnits + row * kRowUnits) * 4 + tap * G::kLaneChannels + j;
   }
 
+  /// `threads` threads, of which this is number `thread`, write the table of one chunk, from channel `first` on.
+  CUTLASS_DEVICE static void pack(Arguments const& args, char* table, int first, int thread, int threads) {
+    using Element = typename Config::Element;
+    for (int i = thread; i < (G::kTaps + 1) * Config::kSlotChannels; i += threads) {
+      int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
+      int const step = k / G::kStepChannels, t = k % G::kStepChannels / G::kLaneChannels, j = k % G::kLaneChannels;
+      int const c = first + step * G::kStepChannels + G::channel_of(t, j);
+      float value = 0.f;
+      if (c < Config::kC) {
+        if (tap < G::kTaps) value = Config::kDepthwise ? float(static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap]) : 1.f;
+        else if (Config::kDwBias) value = static_cast<Element const*>(args.dw_bias)[c];
+      }
+      reinterpret_cast<float*>(table)[index(step, t, tap / Config::kKernelW, tap % Config::kKernelW, j)] = value;
+    }
+  }
+
   float const* lane;  // this lane's first value of the MMA step
 
   CUTLASS_DEVICE DepthwiseWeights(float const* chunk, int step, int t) : lane(chunk + index(step, t, 0, 0, 0)) {}
@@ -301,10 +317,12 @@ struct OperandFragment {
   uint32_t a[kParts][Config::kBlocks][4];
 
   /// Rounds the kInstructionSteps values at `value`. `check` turns NaN if one does not survive (Inf, NaN, beyond fp16's range), so that the tile
-  /// can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check.
+  /// can be computed again in plain fp32; single-part TF32 and bf16 have fp32's range and need no check, unless they come from MMAs.
   CUTLASS_DEVICE void assign(typename DepthwiseOperand<Config>::Value const* value, PixelScale<Config> const& scale, float& check) {
     __half2 const zero = __float2half2_rn(0.f);
     __half2 survived = zero;
+    constexpr bool kCheck16 = G::kElementBytes == 2 && (Config::kFp16Range || G::kTensorDepthwise);
+    uint32_t survived16 = 0;
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b)
       CUTLASS_PRAGMA_UNROLL
@@ -323,10 +341,15 @@ struct OperandFragment {
             a[0][b][i] = tf32_operand(value[0][b][h][j]);
           } else {
             a[0][b][i] = pack_pair<typename Config::Element>(value[0][b][h][2 * j], value[0][b][h][2 * j + 1]);
-            if constexpr (Config::kFp16Range) survived = __hfma2(reinterpret_cast<__half2 const&>(a[0][b][i]), zero, survived);
+            if constexpr (kCheck16) survived16 = add_vanished<typename Config::Element>(a[0][b][i], survived16);
           }
         }
-    if constexpr (Config::kSplit || Config::kFp16Range) check += __low2float(survived) + __high2float(survived);
+    if constexpr (Config::kSplit) check += __low2float(survived) + __high2float(survived);
+    if constexpr (kCheck16) {
+      float pair[2];
+      load_vector<typename Config::Element>(pair, &survived16);
+      check += pair[0] + pair[1];
+    }
   }
 };
 

@@ -39,6 +39,18 @@ CUTLASS_DEVICE uint32_t half_or_nan(uint32_t pair) {
   return r;
 }
 
+/// `sum` + 0 * `pair`, two 16-bit values each: NaN where the pair is not finite.
+template <class Element>
+CUTLASS_DEVICE uint32_t add_vanished(uint32_t pair, uint32_t sum) {
+  uint32_t r;
+  if constexpr (cute::is_same_v<Element, cutlass::half_t>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(pair), "r"(0), "r"(sum));
+  }
+  return r;
+}
+
 /// x rounded to TF32 (nearest, ties away from zero), as an MMA operand takes it.
 CUTLASS_DEVICE uint32_t tf32_operand(float x) {
   // CUTLASS's converter is a volatile asm: ptxas leaves it between the wgmma of a batch, which it then serialises (C7513).

@@ -9,15 +9,19 @@
 namespace cutlass_sep {
 
 template <class Config>
+struct DiagonalTaps;  // of diagonal_depthwise.cuh, which is not there without a kernel that takes it
+
+template <class Config>
 struct PackedWeights {
   using G = Geometry<Config>;
+  using Depthwise = cute::conditional_t<G::kTensorDepthwise, DiagonalTaps<Config>, DepthwiseWeights<Config>>;
   static constexpr int kParts = OperandFragment<Config>::kParts;
   static constexpr int kOperandBytes = Config::kSplit ? 2 : G::kElementBytes;
   static constexpr int kAtomChannels = 128 / kOperandBytes;
   static constexpr int kAtoms = ceil_div(Config::kSlotChannels, kAtomChannels);
   static constexpr int kPartBytes = Config::kTileOc * 128;
   static constexpr int kPointwiseBytes = kAtoms * kParts * kPartBytes;
-  static constexpr int kStageBytes = round_up(kPointwiseBytes + DepthwiseWeights<Config>::kBytes, 1024);
+  static constexpr int kStageBytes = round_up(kPointwiseBytes + Depthwise::kBytes, 1024);
   static constexpr int kStages = G::kOcTiles * G::kChunks;
   static constexpr int64_t kBiasOffset = int64_t(kStages) * kStageBytes;
   static constexpr int64_t kScaleOffset = kBiasOffset + G::kOcTiles * Config::kTileOc * 4;
@@ -94,8 +98,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
   for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += kPackThreads) {
     int const row = first_row + i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
-    int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels +
-                  G::channel_of_k(k % G::kInstructionChannels);
+    int const c = chunk * Config::kSlotChannels + k / G::kChannelPeriod * G::kChannelPeriod + G::channel_of_k(k % G::kChannelPeriod);
     int const oc = oc_tile * Config::kTileOc + row;
     bool const inside = c < Config::kC && oc < Config::kO;
     Element const raw = inside ? pw_weight[int64_t(oc) * Config::kC + c] : Element(0.f);
@@ -114,19 +117,8 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
     }
   }
 
-  using W = DepthwiseWeights<Config>;
-  float* depthwise = reinterpret_cast<float*>(stage + P::kPointwiseBytes);
-  for (int i = slice * kPackThreads + threadIdx.x; i < (G::kTaps + 1) * Config::kSlotChannels; i += P::kSlices * kPackThreads) {
-    int const tap = i / Config::kSlotChannels, k = i % Config::kSlotChannels;
-    int const step = k / G::kStepChannels, t = k % G::kStepChannels / G::kLaneChannels, j = k % G::kLaneChannels;
-    int const c = chunk * Config::kSlotChannels + step * G::kStepChannels + G::channel_of(t, j);
-    float value = 0.f;
-    if (c < Config::kC) {
-      if (tap < G::kTaps) value = Config::kDepthwise ? float(static_cast<Element const*>(args.dw_weight)[int64_t(c) * G::kTaps + tap]) : 1.f;
-      else if (Config::kDwBias) value = static_cast<Element const*>(args.dw_bias)[c];
-    }
-    depthwise[W::index(step, t, tap / Config::kKernelW, tap % Config::kKernelW, j)] = value;
-  }
+  P::Depthwise::pack(args, stage + P::kPointwiseBytes, chunk * Config::kSlotChannels, slice * kPackThreads + threadIdx.x,
+                     P::kSlices * kPackThreads);
 
   if (chunk == 0) {
     float* bias = reinterpret_cast<float*>(static_cast<char*>(args.workspace) + P::kBiasOffset);

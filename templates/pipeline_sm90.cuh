@@ -6,6 +6,12 @@ namespace cutlass_sep {
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
+/// Programmatic dependent launch: a kernel may start while the one before it on the stream still runs. `await_grid_before` ends when that one
+/// and what it wrote are complete; `admit_next_grid` lets the next one start. Every kernel of a call does both, in this order, so that whatever
+/// came before a call is complete when the second kernel of the call starts. (cutlass/arch has them in a header that includes all of GEMM.)
+CUTLASS_DEVICE void await_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+CUTLASS_DEVICE void admit_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 /// Position in a ring of `Slots`: the slot and the parity of its current round.
 template <int Slots>
 struct RingCursor {

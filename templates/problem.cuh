@@ -31,8 +31,9 @@ CUTLASS_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b)
 ///
 /// The depthwise output of a pixel is a row of the pointwise GEMM's A operand. Lane (g = lane / 4, t = lane % 4) of a warp holds MMA rows
 /// g and g + 8 of each 16-row block. Which pixel a row is and which channel a column is are free: both are chosen so that a lane owns
-/// adjacent pixels (a sliding window over x) and reads x without bank conflicts. `Config::kPixelMajor` says that shared memory holds x as
-/// [pixel][channel] and not as [channel][pixel]; `Config::kChannelsLast` speaks of global memory.
+/// adjacent pixels (a sliding window over x) and reads x without bank conflicts. Where tensor cores make the depthwise outputs (kMmaQ > 0,
+/// diagonal_depthwise.cuh), the 16 rows of a block are kMmaQ pixels of each of 16 / kMmaQ image rows in their order. `Config::kPixelMajor` says that
+/// shared memory holds x as [pixel][channel] and not as [channel][pixel]; `Config::kChannelsLast` speaks of global memory.
 template <class Config>
 struct Geometry {
   using Element = typename Config::Element;
@@ -44,17 +45,23 @@ struct Geometry {
   static constexpr int kInstructionSteps = Config::kSplit ? 2 : 1;
   static constexpr int kInstructionChannels = kInstructionSteps * kStepChannels;
   static constexpr int kInstructions = Config::kMmaSteps / kInstructionSteps;  // issued together
+  static constexpr bool kTensorDepthwise = Config::kMmaQ > 0;
   /// Pixels of one lane: across and down.
   static constexpr int kLaneQ = Config::kPixelMajor ? 2 : 2 * Config::kBlocks;
   static constexpr int kLaneP = Config::kPixelMajor ? Config::kBlocks : 1;
   /// Pixels of one warp.
-  static constexpr int kWarpQ = 8 * kLaneQ;
-  static constexpr int kWarpP = kLaneP;
-  /// Rows and columns of x under a lane's pixels, and rows under the `p` output rows of a tile.
-  static constexpr int kWindowP = (kLaneP - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1;
-  static constexpr int kWindowQ = (kLaneQ - 1) * Config::kStrideW + (Config::kKernelW - 1) * Config::kDilationW + 1;
+  static constexpr int kWarpQ = kTensorDepthwise ? Config::kMmaQ : 8 * kLaneQ;
+  static constexpr int kWarpP = kTensorDepthwise ? Config::kBlocks * 16 / kWarpQ : kLaneP;
+  /// Within the warp's pixels, row and column of the pixel in MMA row g + 8h of block b.
+  CUTLASS_HOST_DEVICE static constexpr int pixel_p(int b, int h) { return kTensorDepthwise && Config::kMmaQ == 8 ? 2 * b + h : b; }
+  CUTLASS_HOST_DEVICE static constexpr int pixel_q(int g, int h) {
+    return !kTensorDepthwise ? kLaneQ * g + h : Config::kMmaQ == 8 ? g : g + 8 * h;
+  }
+  /// Rows and columns of x under the `p` rows or `q` columns of pixels, and under a lane's.
   static constexpr int window_rows(int p) { return (p - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1; }
   static constexpr int window_cols(int q) { return (q - 1) * Config::kStrideW + (Config::kKernelW - 1) * Config::kDilationW + 1; }
+  static constexpr int kWindowP = (kWarpP - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1;
+  static constexpr int kWindowQ = (kLaneQ - 1) * Config::kStrideW + (Config::kKernelW - 1) * Config::kDilationW + 1;
   static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
   /// Passes over the channels, `Config::kSlotChannels` at a time.
   static constexpr int kChunks = ceil_div(Config::kC, Config::kSlotChannels);
@@ -64,9 +71,12 @@ struct Geometry {
   CUTLASS_HOST_DEVICE static constexpr int channel_of(int t, int j) {
     return Config::kPixelMajor ? kLaneChannels * t + j : t + 4 * j;
   }
-  /// Channel, within its instruction, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9 (in the split form the last
-  /// two come from the second step); TF32 ones t, t+4.
+  /// Channels after which channel_of_k begins anew.
+  static constexpr int kChannelPeriod = kTensorDepthwise ? 32 : kInstructionChannels;
+  /// Channel, within its period, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9 (in the split form the last
+  /// two come from the second step); TF32 ones t, t+4. Diagonals of taps turn the j-th 8 channels by 2j columns.
   CUTLASS_HOST_DEVICE static constexpr int channel_of_k(int k) {
+    if (kTensorDepthwise) return Config::kDepthwise ? k / 8 * 8 + (k % 8 + 32 - k / 8 * 2) % 8 : k;
     if (Config::kSplit) return k / 8 * kStepChannels + channel_of(k % 8 / 2, k % 2);
     return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of(k % 8 / 2, k / 8 * 2 + k % 2);
   }

@@ -1,13 +1,14 @@
 // The separable operator on Hopper: one persistent, warp-specialised kernel.
 //
 // A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the packed weights beside them.
-// Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers (depthwise_operand.cuh) and feeds them to
-// wgmma as its A operand; the accumulators leave through the epilogue. The depthwise outputs never touch shared or global memory.
+// Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers (depthwise_operand.cuh by fp32 FMA,
+// diagonal_depthwise.cuh on the tensor cores) and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise outputs never touch shared or global memory.
 //
 // Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
-// step a warpgroup and the rows come once for every chunk of channels. With `kSideBySide` (maps of one row) the warpgroups' tiles lie next to
-// each other along W and share rows; without it, below each other.
+// step a warpgroup and the rows come once for every chunk of channels; for tensor cores they come as one window, a slot of the ring. The
+// warpgroups' tiles lie below each other, with `kSideBySide` (maps of one row) next to each other along W. With `kSplitChannels` they have one
+// tile, take the chunks in turn, and the first adds up what all of them have.
 #pragma once
 
 namespace cutlass_sep {
@@ -26,17 +27,20 @@ struct Sm90Layout {
   static constexpr int kWindowRows = G::window_rows(kTileP);
   /// Columns of a work item, and warpgroup tiles down it that are worked on at a time.
   static constexpr int kItemQ = Config::kSideBySide ? kWarpgroups * kTileQ : kTileQ;
-  static constexpr int kTilesDown = Config::kSideBySide ? 1 : kWarpgroups;
+  static constexpr int kTilesDown = Config::kSideBySide || Config::kSplitChannels ? 1 : kWarpgroups;
   /// A row of the ring: channels_last [128-byte group][column][128 bytes]; contiguous [channel][column].
   static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kItemQ)
                                                         : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kItemQ));
+  static constexpr bool kMarch = G::kChunks == 1;
+  /// Rows of x in a slot of the ring: one, or a work item's.
+  static constexpr bool kWholeWindow = G::kTensorDepthwise && !kMarch;
+  static constexpr int kSlotRows = kWholeWindow ? G::window_rows(kTilesDown * kTileP) : 1;
   static constexpr int kAtomChannels = 128 / G::kElementBytes;
   static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
-  static constexpr int kAtomBytes = round_up(kColumns * 128, 1024);
-  static constexpr int kRowBytes =
+  static constexpr int kAtomBytes = round_up(kSlotRows * kColumns * 128, 1024);
+  static constexpr int kSlotBytes =
       Config::kChannelsLast ? kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
-  static constexpr int kRowTransaction = Config::kSlotChannels * kColumns * G::kElementBytes;
-  static constexpr bool kMarch = G::kChunks == 1;
+  static constexpr int kSlotTransaction = Config::kSlotChannels * kSlotRows * kColumns * G::kElementBytes;
   /// The tensor core truncates its fp32 sums: the fp32-grade form adds every chunk (64 channels) in fp32 registers instead.
   static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
@@ -56,9 +60,13 @@ struct Sm90Layout {
   static constexpr int kStagingWarpBytes = Config::kStagingGroups * kGroupBytes;
   static_assert(kGroups % Config::kStagingGroups == 0);
 
-  static constexpr int kWeightOffset = Config::kRowSlots * kRowBytes;
+  static constexpr int kWeightOffset = Config::kRowSlots * kSlotBytes;
   static constexpr int kStagingOffset = kWeightOffset + Config::kWeightSlots * P::kStageBytes;
-  static constexpr int kBarrierOffset = kStagingOffset + 4 * kWarpgroups * kStagingWarpBytes;
+  static constexpr int kStagingBytes = 4 * (Config::kSplitChannels ? 1 : kWarpgroups) * kStagingWarpBytes;
+  /// Sums, and the check, that a warpgroup gives to the first: [value][thread].
+  static constexpr int kGivenOffset = kStagingOffset + kStagingBytes;
+  static constexpr int kGivenBytes = Config::kSplitChannels ? (Config::kBlocks * Config::kTileOc / 2 + 1) * 128 * 4 : 0;
+  static constexpr int kBarrierOffset = kGivenOffset + (kWarpgroups - 1) * kGivenBytes;
   static constexpr int kBarriers = 2 * (Config::kRowSlots + Config::kWeightSlots);
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
 };
@@ -83,7 +91,8 @@ struct WorkItem {
     n = index / blocks;
     steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kTilesDown;
   }
-  CUTLASS_DEVICE int rows() const { return L::G::window_rows(steps * L::kTileP); }
+  /// Slots of the ring that its rows take.
+  CUTLASS_DEVICE int slots() const { return L::kWholeWindow ? 1 : L::G::window_rows(steps * L::kTileP); }
 };
 
 template <class Config>
@@ -101,9 +110,13 @@ struct Sm90Shared {
     weight_full = reinterpret_cast<FullBarrier*>(row_empty + Config::kRowSlots);
     weight_empty = reinterpret_cast<EmptyBarrier*>(weight_full + Config::kWeightSlots);
   }
-  CUTLASS_DEVICE char* row(int slot) const { return base + slot * L::kRowBytes; }
+  CUTLASS_DEVICE char* row(int slot) const { return base + slot * L::kSlotBytes; }
   CUTLASS_DEVICE char* weights(int slot) const { return base + L::kWeightOffset + slot * L::P::kStageBytes; }
   CUTLASS_DEVICE char* staging(int warp) const { return base + L::kStagingOffset + warp * L::kStagingWarpBytes; }
+  /// This thread's first value of those that `warpgroup` (not the first) gives.
+  CUTLASS_DEVICE float* given(int warpgroup) const {
+    return reinterpret_cast<float*>(base + L::kGivenOffset + (warpgroup - 1) * L::kGivenBytes) + threadIdx.x % 128;
+  }
 
   CUTLASS_DEVICE void initialise() const {
     for (int i = 0; i < Config::kRowSlots; ++i) {
@@ -142,7 +155,7 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
     int const w = item.q * Config::kStrideW - args.pad_left - (Config::kChannelsLast ? 0 : Config::kPhase);
-    int const rows = item.rows();
+    int const rows = item.slots();
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
         shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
@@ -154,7 +167,7 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
       }
       for (int r = 0; r < rows; ++r) {
         shared.row_empty[row.slot].wait(row.parity ^ 1);
-        shared.row_full[row.slot].arrive_and_expect_tx(L::kRowTransaction);
+        shared.row_full[row.slot].arrive_and_expect_tx(L::kSlotTransaction);
         load_row<Config>(x_map, shared.row_full[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w,
                          item.p * Config::kStrideH - args.pad_top + r, item.n);
         row.advance();
@@ -220,12 +233,12 @@ struct Sm90Epilogue {
           for (int i = 0; i < 2; ++i)
             acc[b][4 * j + 2 * h + i] = channels.finish(acc[b][4 * j + 2 * h + i], i, scale.inverse(b, h));
     }
-    if constexpr (Config::kResidual) add_residual(args, acc, n, oc + lane % 4 * 2, p, q + lane / 4 * G::kLaneQ);
+    if constexpr (Config::kResidual) add_residual(args, acc, n, oc + lane % 4 * 2, p, q, lane / 4);
   }
 
-  /// Vectors along the layout's contiguous dimension; TMA's alignment rules make each lie inside or outside as a whole. `oc` and (p, q) are
-  /// the lane's first.
-  CUTLASS_DEVICE static void add_residual(Arguments const& args, Accumulator& acc, int n, int oc, int p, int q) {
+  /// Vectors along the layout's contiguous dimension; TMA's alignment rules make each lie inside or outside as a whole. `oc` is the lane's
+  /// first, (p, q) the warp's.
+  CUTLASS_DEVICE static void add_residual(Arguments const& args, Accumulator& acc, int n, int oc, int p, int q, int g) {
     auto const* const x = static_cast<Element const*>(args.block_x);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < Config::kTileOc / 8; ++j) {
@@ -234,18 +247,20 @@ struct Sm90Epilogue {
         for (int b = 0; b < Config::kBlocks; ++b)
           CUTLASS_PRAGMA_UNROLL
           for (int h = 0; h < 2; ++h) {
-            if (p + b >= args.p || q + h >= args.q || oc + 8 * j >= Config::kO) continue;
+            int const pixel_p = p + G::pixel_p(b, h), pixel_q = q + G::pixel_q(g, h);
+            if (pixel_p >= args.p || pixel_q >= args.q || oc + 8 * j >= Config::kO) continue;
             float value[2];
-            load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j, p + b, q + h));
+            load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j, pixel_p, pixel_q));
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < 2; ++i) acc[b][4 * j + 2 * h + i] += value[i];
           }
       } else {
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          if (p >= args.p || q >= args.q || oc + 8 * j + i >= Config::kO) continue;
+          int const pixel_q = q + G::pixel_q(g, 0);
+          if (p >= args.p || pixel_q >= args.q || oc + 8 * j + i >= Config::kO) continue;
           float value[G::kLaneQ];
-          load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j + i, p, q));
+          load_vector<Element>(value, x + GlobalIndex<Config>::y(args, n, oc + 8 * j + i, p, pixel_q));
           CUTLASS_PRAGMA_UNROLL
           for (int m = 0; m < G::kLaneQ; ++m) acc[m / 2][4 * j + 2 * (m % 2) + i] += value[m];
         }
@@ -258,6 +273,9 @@ struct Sm90Epilogue {
     return row * L::kStoreBytes + (unit ^ (row * L::kStoreBytes >> 7 & (L::kStoreBytes / 16 - 1))) * 16;
   }
 
+  /// channels_last: where a block's pixel of MMA row g + 8h lies in its staged 16.
+  CUTLASS_DEVICE static int staged_pixel(int g, int h) { return G::kTensorDepthwise ? g + 8 * h : 2 * g + h; }
+
   /// channels_last: one block's 16 pixels x kGroupOc output channels, from column group `first` (8 columns each) on.
   CUTLASS_DEVICE static void stage_pixels(char* buffer, float const (&acc)[Config::kTileOc / 2], int first, int lane) {
     int const g = lane / 4, t = lane % 4;
@@ -267,11 +285,11 @@ struct Sm90Epilogue {
         CUTLASS_PRAGMA_UNROLL
         for (int h = 0; h < 2; ++h) {
           int const i = 4 * (first + k) + 2 * h;
-          *reinterpret_cast<float2*>(buffer + staging_offset(2 * g + h, 2 * k + t / 2) + t % 2 * 8) = make_float2(acc[i], acc[i + 1]);
+          *reinterpret_cast<float2*>(buffer + staging_offset(staged_pixel(g, h), 2 * k + t / 2) + t % 2 * 8) = make_float2(acc[i], acc[i + 1]);
         }
     } else if constexpr (L::kGroupOc % 16 == 0) {
       // Matrix m of a store: row half m % 2 of column group m / 2; lane l addresses row l % 8 of matrix l / 8.
-      int const pixel = 2 * (lane % 8) + lane / 8 % 2;
+      int const pixel = staged_pixel(lane % 8, lane / 8 % 2);
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < L::kGroupOc / 8; k += 2) {
         uint32_t packed[4];
@@ -286,7 +304,7 @@ struct Sm90Epilogue {
     } else {
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h)
-        *reinterpret_cast<uint32_t*>(buffer + staging_offset(2 * g + h, 0) + 4 * t) =
+        *reinterpret_cast<uint32_t*>(buffer + staging_offset(staged_pixel(g, h), 0) + 4 * t) =
             pack_pair<Element>(acc[4 * first + 2 * h], acc[4 * first + 2 * h + 1]);
     }
   }
@@ -353,7 +371,7 @@ struct Sm90Epilogue {
           if constexpr (Config::kChannelsLast) {
             CUTLASS_PRAGMA_UNROLL
             for (int b = 0; b < Config::kBlocks; ++b)
-              cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + b * (L::kGroupBytes / Config::kBlocks), o, q, p + b, n);
+              cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + b * (L::kGroupBytes / Config::kBlocks), o, q, p + G::pixel_p(b, 0), n);
           } else {
             cute::SM90_TMA_STORE_4D::copy(&y_map, buffer, q, p, o, n);
           }
@@ -364,10 +382,11 @@ struct Sm90Epilogue {
   }
 };
 
-/// The rows under a lane's window: addresses of consecutive ring slots.
+/// The rows under a warp's window: addresses of consecutive ring slots.
 template <class Config>
 struct RingRows {
   using G = Geometry<Config>;
+  static constexpr int kAtomBytes = Sm90Layout<Config>::kAtomBytes;
   char const* address[G::kWindowP];
   CUTLASS_DEVICE RingRows(Sm90Shared<Config> const& shared, int slot) {
     CUTLASS_PRAGMA_UNROLL
@@ -377,6 +396,17 @@ struct RingRows {
     }
   }
   CUTLASS_DEVICE char const* operator()(int r) const { return address[r]; }
+  CUTLASS_DEVICE static constexpr int phase(int) { return 0; }
+};
+
+/// The same where one slot holds them all, [row][column]; addresses are from the window's first pixel on.
+template <class Config>
+struct WindowRows {
+  static constexpr int kColumns = Sm90Layout<Config>::kColumns, kAtomBytes = Sm90Layout<Config>::kAtomBytes;
+  char const* address;
+  CUTLASS_DEVICE char const* operator()(int r) const { return address + r * kColumns * 128; }
+  /// Columns by which the swizzle of row r is turned.
+  CUTLASS_DEVICE static constexpr int phase(int r) { return r * kColumns % 8; }
 };
 
 /// acc (+)= weights x depthwise(x) over the chunk's `channels`. The depthwise outputs of a block of MMA steps are made while the tensor
@@ -407,6 +437,75 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
 }
 
 template <class Config>
+struct DiagonalDepthwise;  // of diagonal_depthwise.cuh, which is not there without a kernel that takes it
+
+/// The same with the depthwise stage on the tensor cores, 32 channels at a time. An mma.sync waits for the wgmmas of its own warpgroup: the other
+/// warpgroups fill the gap.
+template <class Config, class Rows>
+CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, DiagonalDepthwise<Config> const& view, Rows const& rows,
+                               char const* weights, int channels, bool zero, int lane, float& check) {
+  char const* const taps = weights + PackedWeights<Config>::kPointwiseBytes;
+  int const groups = ceil_div(channels, 32);
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (int group = 0; group < groups; ++group) {
+    OperandFragment<Config> fragment[2];
+    if constexpr (Config::kDepthwise) {
+      typename DepthwiseOperand<Config>::Value value[2];
+      view.compute(value, rows, taps, group, lane);
+      cute::warpgroup_wait<0>();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 2; ++i) fragment[i].assign(value + i, PixelScale<Config>{}, check);
+    } else {
+      cute::warpgroup_wait<0>();
+      view.read(fragment, rows, group);
+    }
+    PointwiseMma<Config>::issue(acc, fragment, weights, 2 * group, !zero);
+    zero = false;
+  }
+}
+
+/// Brings the sums of all warpgroups to the first, where their channels are split. A warpgroup's values are its own until they are `full`, then the
+/// first's until they are `free` again.
+template <class Config>
+struct SplitSums {
+  using Accumulator = typename PointwiseMma<Config>::Accumulator;
+  static constexpr int kValues = Config::kTileOc / 2;
+  bool given = false;  // before
+
+  CUTLASS_DEVICE static cutlass::arch::NamedBarrier full(int warpgroup) { return {256u, uint32_t(2 * warpgroup - 2)}; }
+  CUTLASS_DEVICE static cutlass::arch::NamedBarrier free(int warpgroup) { return {256u, uint32_t(2 * warpgroup - 1)}; }
+
+  CUTLASS_DEVICE void give(Sm90Shared<Config> const& shared, int warpgroup, Accumulator const& acc, float check) {
+    end(warpgroup);
+    given = true;
+    float* const values = shared.given(warpgroup);
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kValues; ++i) values[(b * kValues + i) * 128] = acc[b][i];
+    values[Config::kBlocks * kValues * 128] = check;
+    full(warpgroup).arrive();
+  }
+  CUTLASS_DEVICE static void take(Sm90Shared<Config> const& shared, Accumulator& acc, float& check) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int warpgroup = 1; warpgroup < Config::kWarpgroups; ++warpgroup) {
+      full(warpgroup).sync();
+      float const* const values = shared.given(warpgroup);
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kValues; ++i) acc[b][i] += values[(b * kValues + i) * 128];
+      check += values[Config::kBlocks * kValues * 128];
+      free(warpgroup).arrive();
+    }
+  }
+  /// What was given has been taken.
+  CUTLASS_DEVICE void end(int warpgroup) const {
+    if (given) free(warpgroup).sync();
+  }
+};
+
+template <class Config>
 CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_map, Sm90Shared<Config> const& shared, int warpgroup) {
   using G = Geometry<Config>;
   using L = Sm90Layout<Config>;
@@ -419,10 +518,14 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   int const warp_q = (Config::kSideBySide ? warpgroup * L::kTileQ : 0) + warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
   int const column = (warp_q + G::kLaneQ * g) * Config::kStrideW;
 
-  using View = cute::conditional_t<Config::kChannelsLast, PixelMajorRow<Config>, ChannelMajorRow<Config>>;
-  View const view = [&] {
-    if constexpr (Config::kChannelsLast) return View(column, t);
-    else return View(column, g, t, L::kColumns);
+  // Where one slot holds the item's window, the warp's first pixel in it.
+  int const window_p = (L::kTilesDown == 1 ? 0 : warpgroup * L::kTileP) + warp_p;
+  int const first_pixel = window_p * Config::kStrideH * L::kColumns + warp_q * Config::kStrideW;
+  auto const view = [&] {
+    if constexpr (G::kTensorDepthwise)
+      return DiagonalDepthwise<Config>(L::kWholeWindow ? first_pixel : warp_q * Config::kStrideW, lane);
+    else if constexpr (Config::kChannelsLast) return PixelMajorRow<Config>(column, t);
+    else return ChannelMajorRow<Config>(column, g, t, L::kColumns);
   }();
 
   bool const broken_weights = weights_broken<Config>(args, lane);
@@ -431,6 +534,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   RingCursor<Config::kWeightSlots> weight;
   int released = 0;  // rows, from `base` on, that this warp has given back
   int turn = 0;      // steps of all items so far: decides whose turn a step is
+  SplitSums<Config> split;
 
   // Gives back the rows [released, end) of the chunk. A warp sees every row full before it gives it back, also the rows it never reads, so
   // that it cannot be counted twice in one round of the ring.
@@ -453,34 +557,62 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   CUTLASS_PRAGMA_NO_UNROLL
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
-    int const rows = item.rows();
-    int const first_step = Config::kSideBySide ? 0 : L::kMarch ? (warpgroup + L::kWarpgroups - turn) % L::kWarpgroups : warpgroup;
+    int const rows = item.slots();
+    auto const release_chunk = [&] {
+      release(rows);
+      released = 0;
+      base = base.after(rows);
+    };
+    int const first_step = L::kTilesDown == 1 ? 0 : L::kMarch ? (warpgroup + L::kWarpgroups - turn) % L::kWarpgroups : warpgroup;
     turn = (turn + item.steps) % L::kWarpgroups;
 
     CUTLASS_PRAGMA_NO_UNROLL
     for (int step = first_step; step < item.steps; step += L::kTilesDown) {
-      int const first_row = step * L::kTileP * Config::kStrideH;
+      int const first_row = L::kWholeWindow ? 0 : step * L::kTileP * Config::kStrideH;
+      int const oc = item.oc_tile * Config::kTileOc;
+      int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
+      if constexpr (!L::kMarch) {
+        // A tile wholly outside the output only lets the rings go on.
+        if (item.p + step * L::kTileP >= args.p || item.q + (Config::kSideBySide ? warpgroup * L::kTileQ : 0) >= args.q) {
+          for (int chunk = 0; chunk < G::kChunks; ++chunk) {
+            release_chunk();
+            if constexpr (!L::kResidentWeights) release_weights();
+          }
+          continue;
+        }
+      }
       float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
       PixelScale<Config> scale;
       typename Mma::Accumulator acc, total;
       CUTLASS_PRAGMA_NO_UNROLL
       for (int chunk = 0; chunk < G::kChunks; ++chunk) {
+        if constexpr (Config::kSplitChannels) {
+          if (chunk % L::kWarpgroups != warpgroup) {
+            release_chunk();
+            if constexpr (!L::kResidentWeights) release_weights();
+            continue;
+          }
+        }
         int const slot = L::kResidentWeights ? chunk : weight.slot;
         shared.weight_full[slot].wait(L::kResidentWeights ? 0 : weight.parity);
         release(first_row);
-        for (int r = 0; r < L::kWindowRows; ++r) {
+        for (int r = 0; r < (L::kWholeWindow ? 1 : L::kWindowRows); ++r) {
           auto const row = base.after(first_row + r);
           shared.row_full[row.slot].wait(row.parity);
         }
-        RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);
-        accumulate<Config>(acc, view, ring_rows, shared.weights(slot), min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels),
-                           chunk == 0 || L::kPromote, t, scale, check);
+        int const channels = min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels);
+        bool const zero = L::kPromote || chunk < (Config::kSplitChannels ? L::kWarpgroups : 1);
+        if constexpr (L::kWholeWindow) {
+          accumulate<Config>(acc, view, WindowRows<Config>{shared.row(base.slot)}, shared.weights(slot), channels, zero, lane, check);
+        } else {
+          RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);
+          if constexpr (G::kTensorDepthwise) accumulate<Config>(acc, view, ring_rows, shared.weights(slot), channels, zero, lane, check);
+          else accumulate<Config>(acc, view, ring_rows, shared.weights(slot), channels, zero, t, scale, check);
+        }
         if constexpr (L::kMarch) {
           release(min(rows, first_row + L::kTilesDown * L::kTileP * Config::kStrideH));
         } else {
-          release(rows);
-          released = 0;
-          base = base.after(rows);
+          release_chunk();
           if constexpr (!L::kResidentWeights) {
             cute::warpgroup_wait<0>();
             release_weights();
@@ -496,9 +628,14 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       }
       cute::warpgroup_wait<0>();
       typename Mma::Accumulator& result = L::kPromote ? total : acc;
+      if constexpr (Config::kSplitChannels) {
+        if (warpgroup > 0) {
+          split.give(shared, warpgroup, acc, check);
+          continue;
+        }
+        split.take(shared, acc, check);
+      }
 
-      int const oc = item.oc_tile * Config::kTileOc;
-      int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
       Sm90Epilogue<Config>::apply(args, result, scale, item.n, oc, p, q, lane);
       Sm90Epilogue<Config>::store(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
       if (__any_sync(0xffffffffu, check != check)) {
@@ -509,12 +646,11 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       }
     }
     if constexpr (L::kMarch) {
-      release(rows);
-      released = 0;
-      base = base.after(rows);
+      release_chunk();
       if constexpr (!L::kResidentWeights) release_weights();
     }
   }
+  if constexpr (Config::kSplitChannels) split.end(warpgroup);
   if (lane == 0) cute::tma_store_wait<0>();
 }
 
@@ -529,6 +665,8 @@ CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor 
     cute::prefetch_tma_descriptor(&y_map);
   }
   __syncthreads();
+  await_grid_before();
+  admit_next_grid();
   if (warpgroup == L::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<L::kProducerRegisters>();
     if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, shared);

@@ -1,0 +1,207 @@
+// The depthwise stage on the tensor cores: mma.sync with diagonal matrices of taps, for 16-bit values in pixel-major tiles.
+//
+// One MMA: 16 pixels, 8 channels, two taps. A[m][k] is channel k % 8 of x under tap k / 8 of pixel m, as ldmatrix reads it; B[k][n] is that tap's
+// weight of channel k % 8 in the column of that channel, and zero elsewhere. Sums are fp32 and leave in the order of the A fragment of the
+// pointwise MMA. A matrix of 8 pixels and 8 channels serves every tap and pixel that needs it. Zero times a value that is not finite is NaN:
+// such a value spoils 8 channels of its pixels, and OperandFragment's check finds them.
+//
+// Channels are taken 32 at a time, in 4 groups of 8. Group j has its channels in columns turned by 2j, so that of the 4 groups' diagonals each
+// lane holds exactly one weight: 4 bytes a lane bring two taps of 32 channels.
+#pragma once
+
+namespace cutlass_sep {
+
+/// Depthwise weights and bias of a chunk of channels: [32 channels][pair of taps][lane] two 16-bit taps; then [channel] the bias in fp32.
+template <class Config>
+struct DiagonalTaps {
+  static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
+  static constexpr int kPairs = Config::kDepthwise ? ceil_div(kTaps, 2) : 0;
+  static constexpr int kGroupBytes = Config::kDepthwise ? (kPairs + 1) * 128 : 0;
+  static constexpr int kBytes = Config::kSlotChannels / 32 * kGroupBytes;
+
+  /// Channel, of 32, whose weights a lane holds.
+  CUTLASS_HOST_DEVICE static constexpr int channel_of_lane(int lane) {
+    int const g = lane / 4, t = lane % 4;
+    return (g / 2 - t & 3) * 8 + 2 * t + g % 2;
+  }
+  /// As DepthwiseWeights::pack.
+  CUTLASS_DEVICE static void pack(Arguments const& args, char* table, int first, int thread, int threads) {
+    using Element = typename Config::Element;
+    auto const* weight = static_cast<Element const*>(args.dw_weight);
+    for (int i = thread; i < kBytes / 4; i += threads) {
+      int const lane = i % 32, pair = i / 32 % (kPairs + 1), group = first + i / 32 / (kPairs + 1) * 32;
+      uint32_t word = 0;
+      if (pair == kPairs) {
+        int const c = group + lane;
+        float const bias = Config::kDwBias && c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
+        word = __float_as_uint(bias);
+      } else {
+        int const c = group + channel_of_lane(lane);
+        float tap[2] = {};
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < 2; ++k)
+          if (c < Config::kC && 2 * pair + k < kTaps) tap[k] = float(weight[int64_t(c) * kTaps + 2 * pair + k]);
+        word = pack_pair<Element>(tap[0], tap[1]);
+      }
+      reinterpret_cast<uint32_t*>(table)[i] = word;
+    }
+  }
+};
+
+/// The 8 x 8 matrices of x that a warp's depthwise outputs need, in the order in which they are loaded: by row, then column of the window.
+template <class Config>
+struct PixelMatrices {
+  using G = Geometry<Config>;
+  static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
+  static constexpr int kMost = kTaps * 2 * Config::kBlocks;
+
+  int count = 0;
+  int row[kMost] = {}, column[kMost] = {};  // of a matrix's first pixel, from the warp's first
+  int of[kTaps][Config::kBlocks][2] = {};   // tap, block, half of the block: its matrix
+  int ready[kTaps] = {};                    // the last matrix that a tap needs
+
+  CUTLASS_HOST_DEVICE static constexpr int row_of(int tap, int b, int h) {
+    return G::pixel_p(b, h) * Config::kStrideH + tap / Config::kKernelW * Config::kDilationH;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int column_of(int tap, int h) {
+    return G::pixel_q(0, h) * Config::kStrideW + tap % Config::kKernelW * Config::kDilationW;
+  }
+  /// Where (r, c) lies among those that are there, or should.
+  CUTLASS_HOST_DEVICE constexpr int find(int r, int c) const {
+    int i = count;
+    while (i > 0 && (row[i - 1] > r || (row[i - 1] == r && column[i - 1] >= c))) --i;
+    return i;
+  }
+  CUTLASS_HOST_DEVICE constexpr PixelMatrices() {
+    for (int tap = 0; tap < kTaps; ++tap)
+      for (int b = 0; b < Config::kBlocks; ++b)
+        for (int h = 0; h < 2; ++h) {
+          int const r = row_of(tap, b, h), c = column_of(tap, h), at = find(r, c);
+          if (at < count && row[at] == r && column[at] == c) continue;
+          for (int i = count; i > at; --i) row[i] = row[i - 1], column[i] = column[i - 1];
+          row[at] = r, column[at] = c;
+          ++count;
+        }
+    for (int tap = 0; tap < kTaps; ++tap)
+      for (int b = 0; b < Config::kBlocks; ++b)
+        for (int h = 0; h < 2; ++h) {
+          of[tap][b][h] = find(row_of(tap, b, h), column_of(tap, h));
+          if (of[tap][b][h] > ready[tap]) ready[tap] = of[tap][b][h];
+        }
+  }
+};
+
+/// The operand's values of one warp, 32 channels at a time, from rows of a pixel-major tile. A lane reads, for ldmatrix, pixel lane % 8 of a matrix
+/// and group lane / 8 of 8 channels.
+template <class Config>
+struct DiagonalDepthwise {
+  using G = Geometry<Config>;
+  using T = DiagonalTaps<Config>;
+  using Value = typename DepthwiseOperand<Config>::Value;
+  static constexpr PixelMatrices<Config> kMatrices{};
+  static constexpr int kCount = kMatrices.count;
+  static constexpr int kAhead = 2;  // matrices that are loaded before they are needed
+  using Matrix = uint32_t[4];  // of 4 groups of channels
+
+  /// Bytes by column % 8, which is what TMA's swizzle depends on. `pixel` is the lane's, in columns from where rows begin.
+  uint32_t offset[8];
+  uint32_t selector[2];  // what makes B of a lane's word, by tap of the pair
+  uint32_t mask[4];      // all ones for the group whose weights the lane holds
+  int t;
+
+  /// `pixel`: the warp's first.
+  CUTLASS_DEVICE DiagonalDepthwise(int pixel, int lane) : t(lane % 4) {
+    int const own = pixel + lane % 8 * Config::kStrideW, g = lane / 4;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 8; ++k) offset[k] = own * 128 + ((lane / 8 ^ (own + k)) & 7) * 16;
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 2; ++k) {
+      uint32_t const bytes = k == 0 ? 0x10u : 0x32u;  // of the word; byte 4 is zero
+      selector[k] = g % 2 == 0 ? 0x4400u | bytes : bytes << 8 | 0x44u;
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) mask[j] = (g / 2 - t & 3) == j ? ~0u : 0u;
+  }
+
+  /// `rows(r)`: address of window row r; `rows.phase(r)`: columns by which its swizzle is turned. `group`: of 32 channels in the chunk.
+  template <class Rows>
+  CUTLASS_DEVICE void load(Matrix& matrix, int row, int column, Rows const& rows, int group) const {
+    uint32_t const lane_bytes = offset[(rows.phase(row) + column) % 8] ^ uint32_t(group % 2 * 64);
+    char const* const address = rows(row) + group / 2 * Rows::kAtomBytes + lane_bytes + column * 128;
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), matrix[0], matrix[1], matrix[2], matrix[3]);
+  }
+
+  template <int Pair, class Rows>
+  CUTLASS_DEVICE void accumulate(float (&sum)[Config::kBlocks][4][4], Matrix (&matrix)[kCount], Rows const& rows, int group,
+                                 uint32_t const* taps) const {
+    constexpr int kTap = 2 * Pair;
+    constexpr bool kTwo = kTap + 1 < T::kTaps;
+    constexpr int kSecond = kTwo ? kTap + 1 : kTap;
+    constexpr int kFrom = Pair == 0 ? 0 : cute::min(kMatrices.ready[kTap - (Pair > 0)] + kAhead + 1, kCount);
+    constexpr int kTo = cute::min(kMatrices.ready[kSecond] + kAhead + 1, kCount);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = kFrom; i < kTo; ++i) load(matrix[i], kMatrices.row[i], kMatrices.column[i], rows, group);
+    uint32_t const word = taps[Pair * 32];
+    uint32_t const low = __byte_perm(word, 0, selector[0]), high = __byte_perm(word, 0, selector[1]);
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      uint32_t const b0 = low & mask[j];
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b) {
+        float(&d)[4] = sum[b][j];
+        uint32_t const a0 = matrix[kMatrices.of[kTap][b][0]][j], a1 = matrix[kMatrices.of[kTap][b][1]][j];
+        if constexpr (kTwo) {
+          uint32_t const b1 = high & mask[j];
+          uint32_t const a2 = matrix[kMatrices.of[kSecond][b][0]][j], a3 = matrix[kMatrices.of[kSecond][b][1]][j];
+          Config::DepthwiseAtom::fma(d[0], d[1], d[2], d[3], a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]);
+        } else {
+          Config::DepthwiseTailAtom::fma(d[0], d[1], d[2], d[3], a0, a1, b0, d[0], d[1], d[2], d[3]);
+        }
+      }
+    }
+  }
+
+  template <class Rows, int... Pair>
+  CUTLASS_DEVICE void accumulate_all(float (&sum)[Config::kBlocks][4][4], Rows const& rows, int group, uint32_t const* taps,
+                                     cute::integer_sequence<int, Pair...>) const {
+    Matrix matrix[kCount];
+    (accumulate<Pair>(sum, matrix, rows, group, taps), ...);
+  }
+
+  /// Values of 32 channels, after the mid activation. `table`: the chunk's DiagonalTaps.
+  template <class Rows>
+  CUTLASS_DEVICE void compute(Value (&value)[2], Rows const& rows, char const* table, int group, int lane) const {
+    char const* const own = table + group * T::kGroupBytes;
+    float sum[Config::kBlocks][4][4];
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      float2 bias = make_float2(0.f, 0.f);
+      if constexpr (Config::kDwBias) bias = *reinterpret_cast<float2 const*>(own + T::kPairs * 128 + G::channel_of_k(8 * j + 2 * t) * 4);
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b) sum[b][j][0] = sum[b][j][2] = bias.x, sum[b][j][1] = sum[b][j][3] = bias.y;
+    }
+    accumulate_all(sum, rows, group, reinterpret_cast<uint32_t const*>(own) + lane, cute::make_int_sequence<T::kPairs>{});
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < 4; ++j)
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 4; ++i) value[j / 2][b][i / 2][j % 2 * 2 + i % 2] = Config::MidActivation::apply(sum[b][j][i]);
+  }
+
+  /// Without a depthwise convolution the matrices are the fragments.
+  template <class Rows>
+  CUTLASS_DEVICE void read(OperandFragment<Config> (&fragment)[2], Rows const& rows, int group) const {
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b)
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        Matrix matrix;
+        load(matrix, PixelMatrices<Config>::row_of(0, b, h), PixelMatrices<Config>::column_of(0, h), rows, group);
+        CUTLASS_PRAGMA_UNROLL
+        for (int j = 0; j < 4; ++j) fragment[j / 2].a[0][b][j % 2 * 2 + h] = matrix[j];
+      }
+  }
+};
+
+}  // namespace cutlass_sep
