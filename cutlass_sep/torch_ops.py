@@ -58,7 +58,7 @@ class TorchOp:
 
     def _forward(self, *args) -> Tensor:
         tensors, options = self._parts(args)
-        return dispatch.run(self.operator, tensors, self.operator.restored(options))
+        return dispatch.run(self.operator, tensors, self.operator.restored(options), resolved=True)
 
     def _forward_fake(self, *args) -> Tensor:
         tensors, options = self._parts(args)
@@ -113,7 +113,7 @@ class Separable(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.op, ctx.options = op, options
         if keyset is None:
-            return dispatch.run(op.operator, tensors, options)
+            return dispatch.run(op.operator, tensors, options, resolved=True)
         with torch._C._AutoDispatchBelowAutograd():
             return op.forward.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -823,3 +825,20 @@ def test_what_only_looks_wrong_works(device: str):
     assert separable(x, dw_weight, pw_weight, dilation=4).shape == (1, 1, 1, 1)
     assert separable(x[:, :, :3, :3], dw_weight, pw_weight, padding=5).shape == (1, 1, 11, 11)
     assert separable(x, dw_weight, pw_weight, stride=[2, 1], padding=[1, 0]).shape == (1, 1, 5, 7)
+
+
+def test_errors_do_not_depend_on_earlier_calls():
+    """1 equals True and 1.0, also as a key of a table and in a pair."""
+    tensors = Case().tensors()
+    right = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    want = separable(*tensors, **right)
+    for name in right:
+        for wrong in ((1.0, 1.0), (1, 1.0), (True, True), 1.0, True):
+            refused = rf"{name} must be an int or a pair of ints .* got {re.escape(str(wrong))}"
+            with pytest.raises(ValueError, match=refused):
+                separable(*tensors, **right | {name: wrong})
+    known = len(dispatch._launchers)
+    for same in ([1, 1], (np.int64(1), np.int64(1))):
+        for _ in range(2):
+            assert torch.equal(separable(*tensors, **dict.fromkeys(right, same)), want)
+    assert len(dispatch._launchers) == known + 2, "one for a list, one for the ints that NumPy's stand for"
