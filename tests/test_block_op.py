@@ -399,7 +399,8 @@ def test_warmup_builds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     cutlass_sep.warmup(module, LEAD.tensors("meta")[0])
     cutlass_sep.warmup(separable_conv_block1d, *LEAD.tensors("meta"))
     assert built == [(make().source, "sm_90a")] * 2
-    cutlass_sep.warmup(separable_conv_block1d, *Block().tensors())
+    with pytest.warns(RuntimeWarning, match="warmup builds nothing: tensors on cpu"):
+        cutlass_sep.warmup(separable_conv_block1d, *Block().tensors())
     cutlass_sep.warmup(separable_conv_block1d, *Block(n=0).tensors("meta"))
     cutlass_sep.warmup(make(path="torch"))
     assert len(built) == 2
