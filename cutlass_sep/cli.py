@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     compile_.add_argument("--output", type=Path, metavar="FILE", help="write the cubin there")
     text = "Compare a problem's results with float64 on fresh data (needs a GPU)."
     verify = add(commands, "verify", text, "verify", problem)
-    verify.add_argument("--seed", type=int, help="seed of the data (default: a new one, which is printed)")
+    verify.add_argument("--seed", type=_seed, help="seed of the data (default: a new one, which is printed)")
     _bench_arguments(
         add(commands, "bench", "Time problems beside PyTorch's convolutions (needs a GPU).", "bench", problem)
     )
@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--layers", type=Path, metavar="FILE",
         help="JSON lines of layers, as benchmarks/layers.jsonl; of the problem's arguments only --dtype, --layout, "
-        "--fp32-precision, --arch, --path and --form then count",
+        "--fp32-precision, --arch, --path and --form go with it",
     )  # fmt: skip
 
     add(commands, "doctor", "What this machine has and lacks.", "doctor")
@@ -191,7 +191,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
         "--suite", metavar="lead|lead2d|lead1d|sweep1d|FILE",
         help="'lead' (both lead shapes in every dtype), one of them, 'sweep1d' (the block in every form over lengths, "
         "channels and kernels) or a file of layers; of the problem's arguments only --dtype, --layout, "
-        "--fp32-precision, --path and --form then count; default: the one problem of the arguments",
+        "--fp32-precision, --path and --form go with it; default: the one problem of the arguments",
     )  # fmt: skip
     bench.add_argument(
         "--rows", type=_row_range, default=slice(None), metavar="A:B", help="only these cases of the suite"
@@ -225,6 +225,13 @@ def _extent(text: str) -> int:
     values = _integers(text)
     if len(values) != 1 or not 1 <= values[0] <= MAX_EXTENT:
         raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 1 to {MAX_EXTENT}")
+    return values[0]
+
+
+def _seed(text: str) -> int:
+    values = _integers(text)
+    if len(values) != 1 or not 0 <= values[0] < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer from 0 to {2**63 - 1}")
     return values[0]
 
 
@@ -269,13 +276,12 @@ def _row_range(text: str) -> slice:
 
 
 def _names(*allowed: str) -> Callable[[str], tuple[str, ...]]:
-    """A parser of comma-separated names out of `allowed`."""
+    """A parser of comma-separated names out of `allowed`; one given twice counts once."""
 
     def parse(text: str) -> tuple[str, ...]:
-        names = tuple(text.split(","))
-        unknown = [name for name in names if name not in allowed]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{','.join(unknown)} is not one of {', '.join(allowed)}")
-        return names
+        names = dict.fromkeys(text.split(","))
+        if unknown := [name for name in names if name not in allowed]:
+            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))} is not one of {', '.join(allowed)}")
+        return tuple(names)
 
     return parse

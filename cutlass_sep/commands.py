@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import re
 import secrets
 import tempfile
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from . import arch as archs
-from . import cache, toolchain
+from . import cache, toolchain, tuned
 from . import doctor as examination
 from . import kernel as kernels
 from .bench import accuracy, ceilings, environment, inputs, report, results, runner, session
@@ -25,7 +26,7 @@ from .cli import ENVIRONMENT, FAILED, OK, UsageError, parser
 from .console import Output, counted
 from .errors import EnvironmentProblem, Unsupported
 from .op import Operation
-from .planner import plan
+from .planner import Plan, plan, supports
 from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 Answer = tuple[int, dict[str, Any]]
@@ -42,15 +43,20 @@ DEFAULTS = {
 }  # fmt: skip
 COMMON_DEFAULTS = {"dtype": "float32", "layout": "contiguous", "fp32_precision": "ieee"}
 _SUITES = ("lead", "lead2d", "lead1d", "sweep1d")
+#: The flags that say what one problem is: a suite or a file of layers says it itself.
+_OF_ONE_PROBLEM = (
+    "op", "shape", "out_channels", "expanded", "kernel", "stride", "padding", "dilation", "bias", "mid_activation",
+    "activation",
+)  # fmt: skip
 #: The flags that an error of the API follows from, by words that it then has.
 FLAGS_OF_ERRORS = {
-    "shape": r"\bx\b|extent|sizes|weights|work items|\b[CWQL] = ",
+    "shape": r"\bx\b|extent|sizes|weights|work items|output channels|32 bits|\b[CWQL] = ",
     "out_channels": r"extent|sizes|weights|output channels|\bO = ",
-    "expanded": r"extent|sizes|weights|hidden channels|\bE = ",
-    "kernel": r"kernel's|padding of|sizes|taps|halo|window",
+    "expanded": r"extent|sizes|weights(?! and the hidden)|32 bits|\bE = ",
+    "kernel": r"kernel's|padding of|sizes|taps|halo|window|of a tile",
     "stride": r"stride|work items",
     "padding": r"padd|work items",
-    "dilation": r"dilation|padding of|halo|window",
+    "dilation": r"dilation|padding of|halo|window|of a tile",
     "dtype": r"dtype|-bit |multiple",
     "layout": r"multiple",
     "path": r"^path \w+:",
@@ -98,6 +104,9 @@ def demo(args: argparse.Namespace, output: Output) -> Answer:
 def emit(args: argparse.Namespace, output: Output) -> Answer:
     """The source to stdout, a file, or a stand-alone project."""
     built = _op(args)
+    _check_writable(args.output)
+    if args.project is not None:
+        _make_folder("--project", args.project)
     data = _about(built) | {"output": None, "project": None}
     if args.output is not None:
         _write(args.output, built.source.encode())
@@ -124,6 +133,7 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
 def compile(args: argparse.Namespace, output: Output) -> Answer:
     """Compile and show registers, shared memory and spills."""
     built = _op(args)
+    _check_writable(args.output)
     output.say(f"{describe(built.problem)}: {_choice(built)} for {built.arch}: {built.reason}")
     data = _about(built) | {"compile": _compile(built, output), "output": None}
     if args.output is not None:
@@ -136,7 +146,7 @@ def compile(args: argparse.Namespace, output: Output) -> Answer:
 def verify(args: argparse.Namespace, output: Output) -> Answer:
     """Fresh data, a poisoned output, float64, and PyTorch's own error on the same data."""
     built = _op(args)
-    device = _require_device("verify")
+    device = _require_device("verify", built.arch)
     seed = args.seed if args.seed is not None else secrets.randbits(31)
     verdict = _verify(built, device, seed, output)
     return OK if verdict.ok else FAILED, _about(built) | {"seed": seed, "verify": verdict.to_json()}
@@ -146,26 +156,30 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
     """Rows for the cases asked for; 1 if a value was wrong, a time impossible, or a row slower than its best peer."""
     if args.from_file is not None:
         return _report_of_file(args, output)
-    cases, left_out = _cases(args)
-    device = _require_device("bench")
-    if args.tune:
-        if args.path is not None or args.form is not None:
-            raise UsageError("--tune finds the path and form; it contradicts --path and --form")
-        cache.require("--tune cannot keep its picks")
+    if args.arch is not None:
+        raise UsageError(f"--arch {args.arch} is no argument of bench, which measures on the architecture of its GPU")
+    if args.tune and (args.path is not None or args.form is not None):
+        raise UsageError("--tune finds the path and form; it contradicts --path and --form")
+    found, left_out = _cases(args)
+    if not (cases := found[args.rows]):
+        raise UsageError(f"--rows leaves none of {counted(len(found), 'case')}")
     _check_results_file(args)
     if args.report is not None:
         _check_report_folder(args.report)
+    device = _require_device("bench")
+    if args.tune:
+        cache.require("--tune cannot keep its picks")
     # The sweep compares forms, so both of them are measured beside the planner's pick, in one layout.
     sweep = args.suite == "sweep1d"
     layer_file = args.suite is not None and args.suite not in _SUITES
-    layouts = LAYOUTS if args.layout is None or args.suite is None else (args.layout,)
+    layouts = (args.layout,) if args.layout is not None else ("contiguous",) if sweep else LAYOUTS
     # Compiling takes most of a layer's time: channels_last alone, the compiled peers' faster layout on the lead shapes.
     request = session.Request(
-        cases=cases[args.rows], peers=args.peers, timings=args.timing, path=args.path,
+        cases=cases, peers=args.peers, timings=args.timing, path=args.path,
         forms=(None, *FORMS) if sweep and args.form is None else (args.form,),
-        layouts=("contiguous",) if sweep else layouts,
-        compiled_layouts=("channels_last",) if layer_file else LAYOUTS, tune=args.tune, samples=args.samples,
-        startup=args.startup, output=args.output, append=args.append or args.resume, resume=args.resume,
+        layouts=layouts, compiled_layouts=("channels_last",) if layer_file else LAYOUTS, tune=args.tune,
+        samples=args.samples, startup=args.startup, output=args.output, append=args.append or args.resume,
+        resume=args.resume,
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}
@@ -212,14 +226,14 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
     """Compile the kernels of one problem or of a file of layers."""
     if args.layers is None:
         target, problems = (one := _op(args)).arch, [one.problem]
+        plans = [_tuned(one.problem, target, args) or plan(one.problem, target, args.path, args.form)]
     else:
-        target, problems = _arch(args), [case.problem for case in _layer_cases(args.layers, args)]
+        target, cases = _arch(args), _layer_cases(args.layers, args)
+        problems, plans = [case.problem for case in cases], [_layer_plan(case, target, args) for case in cases]
     cache.require(keeping := "cache warm cannot keep kernels")
     built, skipped = [], []
-    with output.working(f"compiling for {target}", total=len(problems)) as advance:
-        for problem in problems:
-            form = {"form": args.form} if problem.op == "sepblock1d" else {}
-            chosen = plan(problem, target, args.path, **form)
+    with output.working(f"compiling for {target}", total=len(plans)) as advance:
+        for problem, chosen in zip(problems, plans, strict=True):
             if chosen.schedule is None:
                 skipped.append({"problem": problem.to_json(), "reason": chosen.reason})
             else:
@@ -304,6 +318,30 @@ def _write(path: Path, data: bytes) -> None:
         raise UsageError(f"--output: {error}") from error
 
 
+def _check_writable(path: Path | None) -> None:
+    """UsageError, before anything takes long, if --output could not be written; leaves what is there as it is."""
+    try:
+        if path is None or path.is_fifo():  # whose reader would take it for the end
+            return
+        new = not path.exists()
+        with open(path, "ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"--output: {error}") from error
+
+
+def _make_folder(flag: str, directory: Path) -> None:
+    """UsageError, before anything takes long, if files could not be written to a folder, which is made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(f"{flag}: {error}") from error
+
+
 def _check_results_file(args: argparse.Namespace) -> None:
     """UsageError, before anything is measured, if the results could not be written or added to --output."""
     if (args.append or args.resume) and args.output is None:
@@ -312,12 +350,16 @@ def _check_results_file(args: argparse.Namespace) -> None:
         return
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.output, "ab"):  # kept as it is, or made empty
-            pass
-        if args.output.stat().st_size == 0:
-            args.output.unlink()
-        elif args.append or args.resume:
-            results.load(args.output)
+        _check_writable(args.output)
+        if not args.output.exists():
+            return
+        if not args.output.is_file():  # it is replaced as a whole
+            raise UsageError(f"--output: {args.output} is no regular file")
+        if args.append or args.resume:
+            if args.output.stat().st_size == 0:  # made by mktemp, for one
+                args.output.unlink()
+            else:
+                results.load(args.output)
     except (OSError, ValueError) as error:
         raise UsageError(f"--output: {error}") from error
 
@@ -325,24 +367,15 @@ def _check_results_file(args: argparse.Namespace) -> None:
 def _check_report_folder(directory: Path) -> None:
     """UsageError or EnvironmentProblem, before anything is measured, if the report could not be drawn or written."""
     report.drawing()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UsageError(f"--report: {error}") from error
+    _make_folder("--report", directory)
 
 
 def _report_of_file(args: argparse.Namespace, output: Output) -> Answer:
     """The report of `--from`, which goes with nothing that says what to measure."""
     if args.report is None:
         raise UsageError("--from needs --report: the folder to write to")
-    unsaid = vars(parser().parse_args(["bench"]))
-    mine = ("command", "json", "report", "from_file")
-    said = [name for name, value in vars(args).items() if name not in mine and value != unsaid[name]]
-    if said:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in said)
-        raise UsageError(f"--from takes rows measured before; {flags} would say what to measure")
+    if said := [flag for name, flag in _said(args, "bench").items() if name not in ("json", "report", "from_file")]:
+        raise UsageError(f"--from takes rows measured before; {', '.join(said)} would say what to measure")
     _check_report_folder(args.report)
     try:
         data = results.load(args.from_file)
@@ -355,6 +388,22 @@ def _report_of_file(args: argparse.Namespace, output: Output) -> Answer:
     return OK, {"gpu": _gpu(), "from": str(args.from_file), "report": written}
 
 
+def _said(args: argparse.Namespace, *command: str) -> dict[str, str]:
+    """The flags, by the names of their values, that are not what they are where `command` is given none."""
+    unsaid = vars(parser().parse_args(command))
+    return {
+        name: f"--{name.replace('_', '-')}"
+        for name, value in vars(args).items()
+        if name != "command" and value != unsaid[name]
+    }
+
+
+def _refuse_one_problem(args: argparse.Namespace, by: str, *command: str) -> None:
+    """UsageError for flags of one problem beside `by`, which says what the problems are."""
+    if said := [flag for name, flag in _said(args, *command).items() if name in _OF_ONE_PROBLEM]:
+        raise UsageError(f"{', '.join(said)} would say what one problem is; {by} has its own")
+
+
 def _report(directory: Path, data: dict[str, Any], output: Output) -> dict[str, Any]:
     with output.working("drawing"):
         written = report.write(directory, data)
@@ -365,14 +414,41 @@ def _report(directory: Path, data: dict[str, Any], output: Output) -> dict[str, 
 def _op(args: argparse.Namespace) -> Operation:
     """The op that the arguments describe, made from meta tensors: no GPU needed. Raises UsageError, Unsupported."""
     flags, block = _flags(args), args.op == "sepblock1d"
-    asked = {"path": args.path, "arch": _arch(args)} | ({"form": args.form} if block else {})
+    asked = {"path": args.path, "arch": (target := _arch(args))} | ({"form": args.form} if block else {})
     try:
         tensors, options = (_block_example if block else _pair_example)(flags)
         problem = (SeparableBlock1dProblem if block else SeparableConv2dProblem).from_tensors(*tensors, **options)
-        return inputs.operation(problem)(*tensors, **options, **asked)
+        built = inputs.operation(problem)(*tensors, **options, **asked)
+        found = _tuned(problem, target, args)
+        if found is not None and found.schedule is not None:
+            built = inputs.operation(problem)(*tensors, **options, arch=target, schedule=found.schedule)
+            built.reason = found.reason
+        return built
+    except Unsupported as error:
+        raise Unsupported(_in_flags(error, flags) + _kernel_that_fits(problem, target, args)) from error
     except (RuntimeError, TypeError, ValueError) as error:
-        kind = Unsupported if isinstance(error, Unsupported) else UsageError
-        raise kind(_in_flags(error, flags)) from error
+        raise UsageError(_in_flags(error, flags)) from error
+
+
+def _tuned(problem: Problem, target: str, args: argparse.Namespace) -> Plan | None:
+    """What `tune` found on the GPU here, if that is of architecture `target` and no path or form is asked for."""
+    device = _device()
+    if device is None or args.path is not None or args.form is not None:
+        return None
+    here = archs.runs_on(target, torch.cuda.get_device_capability(device)) and archs.of_device(device.index) == target
+    return tuned.pick(problem, device) if here else None
+
+
+def _kernel_that_fits(problem: Problem, target: str, args: argparse.Namespace) -> str:
+    """Up to which --kernel the fused form that was asked for would run the problem; nothing if it runs with none."""
+    if args.form != "fused":
+        return ""
+
+    def too_large(kernel: int) -> bool:
+        return not supports(replace(problem, kernel=kernel), args.path or "sm90", target, "fused")
+
+    fitting = bisect.bisect_left(range(1, problem.kernel), True, key=too_large)
+    return f"; with the other values as they are, --kernel of up to {fitting} fits" if fitting else ""
 
 
 def _flags(args: argparse.Namespace) -> argparse.Namespace:
@@ -380,6 +456,7 @@ def _flags(args: argparse.Namespace) -> argparse.Namespace:
     own = DEFAULTS[args.op]
     given = {name: value for name, value in vars(args).items() if value is not None}
     flags = argparse.Namespace(**vars(args) | COMMON_DEFAULTS | own | given)
+    _check_precision(args.fp32_precision, flags.dtype)
     block = args.op == "sepblock1d"
     for name in ("out_channels", "stride", "padding", "mid_activation") if block else ("expanded", "form"):
         if name in given:
@@ -393,6 +470,12 @@ def _flags(args: argparse.Namespace) -> argparse.Namespace:
             if len(getattr(flags, name)) != 1:
                 raise UsageError(f"--{name} must be one integer for --op {args.op}, got {_text(getattr(flags, name))}")
     return flags
+
+
+def _check_precision(fp32_precision: str | None, dtype: str | None) -> None:
+    """UsageError for a precision that says nothing about `dtype`, None being all of them; the default may stand."""
+    if fp32_precision not in (None, COMMON_DEFAULTS["fp32_precision"]) and dtype not in (None, "float32"):
+        raise UsageError(f"--fp32-precision {fp32_precision} is for --dtype float32, got --dtype {dtype}")
 
 
 def _in_flags(error: Exception, flags: argparse.Namespace) -> str:
@@ -534,6 +617,8 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
         if args.batch is not None:
             raise UsageError("--batch is for a file of layers; the batch of one problem is the first extent of --shape")
         return [Case("custom", _op(args).problem)], {}
+    _refuse_one_problem(args, f"--suite {args.suite}", "bench")
+    _check_precision(args.fp32_precision, args.dtype)
     leads = {"lead": [inputs.lead(), inputs.lead1d()], "lead2d": [inputs.lead()], "lead1d": [inputs.lead1d()]}
     if args.batch is not None and args.suite in _SUITES:
         raise UsageError(f"--batch is for a file of layers, not for the suite {args.suite}")
@@ -543,9 +628,12 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
     elif args.suite == "sweep1d":
         bases, variants = inputs.sweep1d(), session.SWEEP_VARIANTS
     else:
-        (bases, left_out), variants = _layer_file(Path(args.suite)), session.LAYER_VARIANTS
+        others = f"; it must be one, or {', '.join(_SUITES[:-1])} or {_SUITES[-1]}"
+        (bases, left_out), variants = _layer_file("--suite", Path(args.suite), others), session.LAYER_VARIANTS
     if args.form is not None:
         bases = [case for case in bases if case.problem.op == "sepblock1d"]
+        if not bases:
+            raise UsageError(f"--form {args.form} is of the block, and --suite {args.suite} has none")
     chosen = [
         (dtype, precision)
         for dtype, precision in variants
@@ -562,16 +650,32 @@ def _cases(args: argparse.Namespace) -> tuple[list[Case], dict[str, str]]:
 
 
 def _layer_cases(path: Path, args: argparse.Namespace) -> list[Case]:
-    cases, _ = _layer_file(path)
+    _refuse_one_problem(args, "--layers", "cache", "warm")
     dtype, layout = args.dtype or "float32", args.layout or "contiguous"
+    _check_precision(args.fp32_precision, dtype)
+    cases, _ = _layer_file("--layers", path)
     return [inputs.variant(case, dtype, layout, args.fp32_precision) for case in cases]
 
 
-def _layer_file(path: Path) -> tuple[list[Case], dict[str, str]]:
+def _layer_plan(case: Case, target: str, args: argparse.Namespace) -> Plan:
+    """What runs a layer of a file. Raises Unsupported naming the flags that ask for what cannot."""
+    form = args.form if case.problem.op == "sepblock1d" else None
     try:
-        return inputs.layers(path)
+        return _tuned(case.problem, target, args) or plan(case.problem, target, args.path, form)
+    except Unsupported as error:
+        asked = " ".join(_flag(name, value) for name in ("path", "form") if (value := getattr(args, name)) is not None)
+        raise Unsupported(f"{asked}: layer {case.id}: {error}") from error
+
+
+def _layer_file(flag: str, path: Path, others: str = "") -> tuple[list[Case], dict[str, str]]:
+    """The layers of a file that `flag` names. UsageError, with what else would be allowed, if it is no such file."""
+    try:
+        found, left_out = inputs.layers(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no file of layers: {error}") from error
+        raise UsageError(f"{flag}: {path} is no file of layers: {error}{others}") from error
+    if not found:
+        raise UsageError(f"{flag}: {path} has no layer that these operators run{others}")
+    return found, left_out
 
 
 def _device() -> torch.device | None:
@@ -583,8 +687,12 @@ def _gpu() -> str | None:
     return None if device is None else torch.cuda.get_device_name(device)
 
 
-def _require_device(command: str) -> torch.device:
+def _require_device(command: str, target: str | None = None) -> torch.device:
+    """The GPU, which loads cubins for `target` if one is given; EnvironmentProblem if there is none."""
     device = _device()
     if device is None:
         raise EnvironmentProblem(f"{command} runs kernels and needs an NVIDIA GPU; torch {torch.__version__} sees none")
+    if target is not None and not archs.runs_on(target, torch.cuda.get_device_capability(device)):
+        name = torch.cuda.get_device_name(device)
+        raise EnvironmentProblem(f"{command} runs kernels; {name} loads none for {target} (--arch, CUTLASS_SEP_ARCH)")
     return device

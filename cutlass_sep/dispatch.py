@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from marshal import dumps
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,15 +37,18 @@ _MAX_LAUNCHERS = 1 << 16
 _warned: set[str] = set()
 
 
-def run(operator: Operator, tensors: tuple[Tensor | None, ...], options: tuple) -> Tensor:
+def run(operator: Operator, tensors: tuple[Tensor | None, ...], options: tuple, resolved: bool = False) -> Tensor:
     """y of `tensors`, x of them batched, on x's device and torch's current stream; records no gradient, never waits.
 
-    Options as in the public function, or resolved. Raises as `from_tensors` of the operator's problem does.
+    Options as in the public function, or as `operator.resolve` made them. Raises as `from_tensors` of the operator's
+    problem does.
     """
     try:
         x = tensors[0]
         address = x.data_ptr()
-        key = [operator, options, x.shape, x.stride(), x.dtype, x.device, address & _MISALIGNED]
+        # 1, 1.0 and True are equal, in tuples too, but not as bytes (of version 2, which depend on values alone).
+        kinds = options if resolved else dumps(options, 2)
+        key = [operator, kinds, x.shape, x.stride(), x.dtype, x.device, address & _MISALIGNED]
         addresses, copy_parameters = [address], False
         for tensor in tensors[1:]:
             if tensor is None:
@@ -56,17 +60,18 @@ def run(operator: Operator, tensors: tuple[Tensor | None, ...], options: tuple) 
                 addresses.append(address)
                 if address & _MISALIGNED or not tensor.is_contiguous():
                     copy_parameters = True
-        key = (*key, copy_parameters, *map(type, options))  # 1 equals True and 1.0
+        key.append(copy_parameters)
+        key = tuple(key)
         launcher = _launchers.get(key)
-    except (RuntimeError, TypeError, AttributeError):
-        # Dealt with below: a sparse tensor has no strides, a list no hash, and no tensor has no address.
+    except (RuntimeError, TypeError, AttributeError, ValueError):
+        # Dealt with below: a sparse tensor has no strides, no tensor has no address, and NumPy's integers no bytes.
         key = launcher = None
     if launcher is not None:
         return launcher(tensors, addresses)
 
     problem = operator.describe(tensors, options)
     if key is None:
-        return run(operator, tensors, operator.options_of(problem))
+        return run(operator, tensors, operator.options_of(problem), resolved=True)
     launcher, y = _first_call(problem, tensors, addresses, copy_parameters)
     if len(_launchers) >= _MAX_LAUNCHERS:
         _launchers.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from . import arch as archs
 from . import dispatch, functional, planner
 from .block_schedule import BlockSchedule
+from .log import logger
 from .module import SeparableModule
 from .op import Operation
 from .operators import OPERATORS, lowered
@@ -53,21 +55,30 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
     """Build and load what `f(*args, **kwargs)` would need, so that the call itself neither waits nor builds.
 
     f as in `explain`; an `op` needs no arguments. On meta tensors (or for an op without its GPU) the cubin is built and
-    cached, not loaded. Raises what keeps the kernel from being built, also where the call would fall back.
+    cached, not loaded. Where the call would run PyTorch's convolutions there is nothing to build: that is logged
+    (level info), and for a call on the CPU, likely of tensors that were not moved yet, a RuntimeWarning. Raises what
+    keeps the kernel from being built, also where the call would fall back.
     """
     if isinstance(f, Operation):
         if f.path == "torch":
+            _log_nothing(f.reason)
             return
         f.compile()
         x = args[0] if args else kwargs.get("x")
         if isinstance(x, torch.Tensor) and x.is_cuda:
             f.kernel.load(x.device.index)
         return
-    if isinstance(f, SeparableModule) and f.plain_reason() is not None:
+    if isinstance(f, SeparableModule) and (reason := f.plain_reason()) is not None:
+        _log_nothing(reason)
         return
     problem, device = problem_of_call(f, args, kwargs)
     plan = dispatch.choose(problem, device)
     if plan.path == "torch":
+        if device.type not in ("cuda", "meta"):
+            advice = "x must be on a CUDA device, or on 'meta' to build ahead of it"
+            warnings.warn(f"warmup builds nothing: {plan.reason}; {advice}", RuntimeWarning, stacklevel=2)
+        else:
+            _log_nothing(plan.reason)
         return
     from . import kernel
 
@@ -75,6 +86,10 @@ def warmup(f: Any, *args: Any, **kwargs: Any) -> None:
         kernel.kernel_for(problem, device.index, plan).load(device.index)
     else:
         kernel.make(problem, plan.schedule, archs.default()).cubin  # noqa: B018
+
+
+def _log_nothing(reason: str) -> None:
+    logger.info("warmup builds nothing: %s", reason)
 
 
 def supports(op_or_problem: Operation | Problem, path: str, arch: str, form: str | None = None) -> Support:

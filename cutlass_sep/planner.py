@@ -101,19 +101,24 @@ def plan(problem: Problem, arch: str, path: str | None = None, form: str | None 
     if problem.dtype not in KERNEL_DTYPES:
         return Plan("torch", None, f"dtype {problem.dtype} has no kernels")
 
-    found, estimates, refused = candidates(problem, arch), {}, []
+    found, estimates, refused = candidates(problem, arch), [], []
     for name in PATHS:
-        if support := supports(problem, name, arch):
-            # Of the path taken, the schedule taken: the best one of a path alone may be another.
-            best = found[0] if found[0].path == name else candidates(problem, arch, name)[0]
-            form = "" if (form := getattr(best, "form", None)) is None else f", {form}"
-            estimates[name] = f"path {name}{form} at {rules(problem).estimate(problem, best, arch):.0f} us"
-        else:
+        if not (support := supports(problem, name, arch)):
             refused.append(f"path {name} cannot run it ({support.reason})")
+            continue
+        for each in FORMS if isinstance(problem, SeparableBlock1dProblem) else (None,):
+            kind = f"path {name}" + (f" {each}" if each else "")
+            if support := supports(problem, name, arch, each):
+                # Of what is taken, the schedule taken: the best one of a path and form alone may be another.
+                taken = (found[0].path, getattr(found[0], "form", None)) == (name, each)
+                best = found[0] if taken else candidates(problem, arch, name, each)[0]
+                estimates.append(f"{kind} {rules(problem).estimate(problem, best, arch):.0f} us")
+            elif name == PATHS[0]:  # the other path has but one form
+                refused.append(f"{kind} cannot run it ({support.reason})")
     if not estimates:
         return Plan("torch", None, "; ".join(refused))
     kernel, (count, eager_us) = found[0], _eager(problem)
-    times = [*estimates.values(), f"PyTorch's {count} convolutions at {eager_us:.0f} us"]
+    times = [*estimates, f"PyTorch's {count} convolutions {eager_us:.0f} us"]
     reason = "; ".join([f"estimates: {', '.join(times)}", *refused])
     if rules(problem).estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):
         return Plan("torch", None, reason)

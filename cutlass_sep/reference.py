@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from .problem import Pads, output_extent, same_pads
 
@@ -186,7 +187,7 @@ def separable_conv_block1d_backward(
     stages = _block(*inputs[1:], dilation, activation)
     need_x, *needed_parameters = needed
     gradients = _gradients(grad.unsqueeze(2), x.unsqueeze(2), stages, need_x, needed_parameters, fp32_precision)
-    gradients = [g if g is None or g.dim() == 1 else g.squeeze_(2) for g in gradients]
+    gradients = [g if g is None or g.dim() == 1 else g.squeeze(2) for g in gradients]
     if residual and need_x:
         gradients[0] = gradients[0] + grad
     return _as_tensors(gradients, inputs)
@@ -327,6 +328,8 @@ def _as_tensors(gradients: list[Tensor | None], tensors: tuple[Tensor | None, ..
 
 
 def _like(grad: Tensor, tensor: Tensor) -> Tensor:
+    if is_legacy_batchedtensor(grad):  # one of several gradients, which torch stacks
+        return grad
     wanted = torch.empty_like(tensor)
     return grad if grad.stride() == wanted.stride() else wanted.copy_(grad)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from . import dispatch
@@ -41,6 +42,8 @@ class TorchOp:
         library.impl(name, self._forward, "CompositeExplicitAutograd")
         library.impl(name, self._autograd, "Autograd", with_keyset=True)
         library.impl(f"{name}_backward", self._backward, "CompositeExplicitAutograd")
+        # Of torch.autograd.grad(is_grads_batched=True); its fallback takes no operator that gives a list.
+        library.impl(f"{name}_backward", self._backward, "Batched")
         for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
             library.impl(name, self._autocast(device_type), key)
             library.impl(f"{name}_backward", self._backward_without_autocast, key)
@@ -58,7 +61,7 @@ class TorchOp:
 
     def _forward(self, *args) -> Tensor:
         tensors, options = self._parts(args)
-        return dispatch.run(self.operator, tensors, self.operator.restored(options))
+        return dispatch.run(self.operator, tensors, self.operator.restored(options), resolved=True)
 
     def _forward_fake(self, *args) -> Tensor:
         tensors, options = self._parts(args)
@@ -113,7 +116,7 @@ class Separable(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.op, ctx.options = op, options
         if keyset is None:
-            return dispatch.run(op.operator, tensors, options)
+            return dispatch.run(op.operator, tensors, options, resolved=True)
         with torch._C._AutoDispatchBelowAutograd():
             return op.forward.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -122,6 +125,11 @@ class Separable(torch.autograd.Function):
         op = ctx.op
         needed = ctx.needs_input_grad[2 : 2 + op.count]
         args = (grad, *ctx.saved_tensors, *ctx.options, needed)
+        if torch.is_grad_enabled() and is_legacy_batchedtensor(grad):
+            # What Gradients records is lost when torch stacks the batch.
+            raise NotImplementedError(
+                f"{op.operator.name} has no second derivative: is_grads_batched without create_graph"
+            )
         # Under create_graph autograd must know that the gradients depend on the saved tensors too, or it takes their
         # own derivatives for zero; torch's once_differentiable marks only what depends on `grad`.
         gradients = iter(Gradients.apply(op, *args) if torch.is_grad_enabled() else op.backward(*args))

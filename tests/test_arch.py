@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from problems import problem_of
+from separable import Case
 
-from cutlass_sep import arch
+from cutlass_sep import arch, dispatch
 from cutlass_sep.errors import EnvironmentProblem
 
 
@@ -27,11 +30,15 @@ def test_a_device_gets_the_newest_target_that_it_loads(capability, target, order
     assert arch.runs_on(target, capability)
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (9, 1), (10, 3), (13, 0)])
-def test_a_device_without_a_target(capability):
+@pytest.mark.parametrize("capability", [(6, 1), (7, 5), (9, 1), (9, 9), (10, 3), (12, 1), (13, 0)])
+def test_a_device_without_a_target(capability, monkeypatch):
     with pytest.raises(EnvironmentProblem, match=f"compute capability {capability[0]}.{capability[1]} has no kernels"):
         arch.of_capability(capability)
     assert not any(arch.runs_on(target, capability) for target in arch.ARCHS)
+    # A call on it falls back: this is one of the reasons for which it does.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    with pytest.raises(dispatch.UNAVAILABLE, match="targets are sm_80, sm_86"):
+        dispatch.choose(problem_of(Case(), "fp16"), torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("name", ["sm_90", "", None, 90, ["sm_90a"], {}])

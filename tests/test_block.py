@@ -103,10 +103,12 @@ def test_defaults_are_those_of_the_module(device: str):
 
 
 def test_errors_do_not_depend_on_earlier_calls():
-    """1 equals True and 1.0, also as a key of a table."""
+    """1 equals True and 1.0, also as a key of a table and in a tuple."""
     tensors = Block().tensors()
-    run_block(*tensors, dilation=1, residual=True)
-    for options in ({"dilation": True}, {"dilation": 1.0}, {"residual": 1}, {"residual": 1.0}):
+    for dilation in (1, (1,)):
+        run_block(*tensors, dilation=dilation, residual=True)
+    wrong = ({"dilation": True}, {"dilation": 1.0}, {"dilation": (1.0,)}, {"residual": 1}, {"residual": 1.0})
+    for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
             run_block(*tensors, **options)
 

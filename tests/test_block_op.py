@@ -399,20 +399,33 @@ def test_warmup_builds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     cutlass_sep.warmup(module, LEAD.tensors("meta")[0])
     cutlass_sep.warmup(separable_conv_block1d, *LEAD.tensors("meta"))
     assert built == [(make().source, "sm_90a")] * 2
-    cutlass_sep.warmup(separable_conv_block1d, *Block().tensors())
+    with pytest.warns(RuntimeWarning, match="warmup builds nothing: tensors on cpu"):
+        cutlass_sep.warmup(separable_conv_block1d, *Block().tensors())
     cutlass_sep.warmup(separable_conv_block1d, *Block(n=0).tensors("meta"))
     cutlass_sep.warmup(make(path="torch"))
     assert len(built) == 2
 
 
-def test_the_planner_tells_its_estimates():
-    problem = make().problem
+def test_the_planner_tells_the_estimate_of_every_path_and_form():
+    problem = make(dtype=torch.bfloat16).problem
     plan = planner.plan(problem, "sm_90a")
     best = candidates(problem, "sm_90a")[0]
-    assert (plan.schedule, plan.path, plan.form) == (best, best.path, best.form)
+    assert (plan.schedule, plan.path, plan.form) == (best, best.path, best.form) == (best, "sm90", "fused")
+    times = {best: f"path sm90 fused {block_schedule.estimate(problem, best, 'sm_90a'):.0f} us"}
+    for path in ("sm90", "portable"):
+        schedule = candidates(problem, "sm_90a", path, "two_kernel")[0]
+        times[schedule] = f"path {path} two_kernel {block_schedule.estimate(problem, schedule, 'sm_90a'):.0f} us"
     three = torch_us(problem.expand) + torch_us(problem.project)
-    assert f"PyTorch's three convolutions at {three:.0f} us" in plan.reason
-    assert f"path {best.path}, {best.form} at {block_schedule.estimate(problem, best, 'sm_90a'):.0f} us" in plan.reason
+    assert plan.reason == f"estimates: {', '.join(times.values())}, PyTorch's three convolutions {three:.0f} us"
+
+
+def test_the_planner_tells_which_form_cannot_run_and_why():
+    refused = "path sm90 fused cannot run it (the fused form takes 16-bit tensors, not float32)"
+    reason = planner.plan(make().problem, "sm_90a").reason
+    assert reason.endswith(f"; {refused}") and "path sm90 two_kernel" in reason
+    # Where the path is none, its forms are none: said once. Path portable has but one form.
+    reason = planner.plan(make().problem, "sm_80").reason
+    assert "fused" not in reason and reason.count("cannot run it") == reason.count("path sm90 cannot run it") == 1
 
 
 def test_the_planner_takes_pytorch_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch):
@@ -420,7 +433,7 @@ def test_the_planner_takes_pytorch_where_it_is_clearly_faster(monkeypatch: pytes
     monkeypatch.setattr(planner, "torch_us", lambda half: 1.0)
     plan = planner.plan.__wrapped__(problem, "sm_90a")
     assert (plan.path, plan.schedule, plan.form) == ("torch", None, None)
-    assert "PyTorch's three convolutions at 2 us" in plan.reason
+    assert "PyTorch's three convolutions 2 us" in plan.reason
 
 
 def test_few_kernels_for_many_lengths():

@@ -229,6 +229,14 @@ def test_sixteen_processes_build_once(folder: Path) -> None:
     assert len(os.listdir(folder)) == 1 and len(entries(folder)) == 1, "no lock and no temporary file may stay"
 
 
+def test_processes_with_a_key_each_build_side_by_side(folder: Path) -> None:
+    sources = [f"(SOURCE + '// {number}'," for number in range(4)]
+    results = release_together([start(BUILD_AND_PRINT.replace("(SOURCE,", source)) for source in sources])
+    assert [result["hit"] for result, _ in results] == [False] * 4
+    assert all("WARNING" not in err and "waiting" not in err for _, err in results)
+    assert len(os.listdir(folder)) == len(entries(folder)) == 4
+
+
 def test_without_working_locks_all_processes_succeed(folder: Path) -> None:
     patch = """
         import fcntl

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cutlass_sep
-from cutlass_sep import cli, commands, compiler, errors, functional, op, toolchain
+from cutlass_sep import cli, commands, compiler, errors, functional, op, planner, toolchain, tuned
 from cutlass_sep.bench import inputs, results, session
 
 SMALL = ["--shape", "2,8,12,12", "--out-channels", "16"]
@@ -24,6 +24,7 @@ SMALL = ["--shape", "2,8,12,12", "--out-channels", "16"]
 SMALL_SM90 = [*SMALL, "--path", "sm90"]
 SMALL_BLOCK = ["--op", "sepblock1d", "--shape", "2,8,24", "--expanded", "16"]
 GPU = torch.cuda.is_available()
+LAYERS = str(Path(__file__).parents[1] / "benchmarks" / "layers.jsonl")
 
 
 @pytest.fixture(autouse=True)
@@ -313,8 +314,51 @@ def test_without_a_gpu_running_commands_exit_3(run, run_json, command):
     assert (status, data["error"]) == (3, "EnvironmentProblem")
 
 
+@pytest.fixture
+def gpu_of_name(monkeypatch):
+    """A GPU as far as plans ask for one: its name and compute capability, 9.0."""
+    monkeypatch.setattr(commands, "_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Host")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(toolchain, "driver_version", lambda: "580.1")
+    tuned._environment.cache_clear()
+    yield torch.device("cuda", 0)
+    tuned._environment.cache_clear()
+
+
+def test_kernels_are_those_that_tune_found(gpu_of_name, run, run_json, tmp_path):
+    problem = commands._op(cli.parser().parse_args(["emit", *SMALL])).problem
+    planned = run_json("cache", "warm", *SMALL)[1]["kernels"]
+    schedule = planner.candidates(problem, "sm_90a", "portable")[0]
+    pick = planner.Plan("portable", schedule, "tuned on Host", tuned=True)
+    tuned.keep(problem, gpu_of_name, pick)
+    status, data = run_json("compile", *SMALL)
+    found = (data["path"], data["schedule"], data["reason"])
+    assert (status, found) == (0, ("portable", schedule.to_json(), "tuned on Host"))
+    layers = tmp_path / "layers.jsonl"
+    layers.write_text(json.dumps(layer(batch=2, cout=16, h=12, w=12, mid_activation=None, mid_norm=None)))
+    for problems in (SMALL, ["--layers", str(layers)]):
+        (warmed,) = run_json("cache", "warm", *problems)[1]["kernels"]
+        assert warmed["key"] == data["compile"]["key"] != planned[0]["key"]
+    # Not for another GPU, nor against what is asked for.
+    for other in (["--arch", "sm_80"], ["--path", "sm90"]):
+        assert run_json("emit", *SMALL, *other)[1]["reason"] != "tuned on Host"
+    # An op is there to emit a kernel; what a call would run is PyTorch's.
+    tuned.keep(problem, gpu_of_name, planner.Plan("torch", None, "tuned to torch", tuned=True))
+    assert run_json("emit", *SMALL)[1]["path"] in ("sm90", "portable")
+    assert run_json("cache", "warm", *SMALL)[1]["skipped"] == [
+        {"problem": problem.to_json(), "reason": "tuned to torch"}
+    ]
+
+
+def test_a_gpu_of_another_kind_is_an_environment_that_lacks_something(gpu_of_name, run):
+    status, out, err = run("verify", *SMALL, "--arch", "sm_120a")
+    assert (status, out) == (3, "")
+    assert err == "verify runs kernels; Host loads none for sm_120a (--arch, CUTLASS_SEP_ARCH)\n"
+
+
 def test_verify_of_a_block(run_json, monkeypatch):
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
     block = op.SeparableConvBlock1d
     monkeypatch.setattr(block, "run", lambda self, *t, out: out.copy_(functional.separable_conv_block1d(*t)))
     for layout in ("contiguous", "channels_last"):
@@ -326,7 +370,7 @@ def test_verify_of_a_block(run_json, monkeypatch):
 
 
 def test_verify_fails_on_wrong_and_on_unwritten_values(run, run_json, monkeypatch):
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
 
     def right(self, *tensors, out):
         return out.copy_(functional.depthwise_separable_conv2d(*tensors, padding=1))
@@ -360,7 +404,7 @@ def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expe
         asked.append(request)
         return Finished()
 
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(session, "run", fake)
     path = str(tmp_path / "out.json")
     status, _ = run_json("bench", "--suite", "lead", "--rows", "1:3", "--peers", "eager", "--append", "--output", path)
@@ -384,7 +428,7 @@ def test_bench_exit_status_and_request(run_json, monkeypatch, tmp_path, ok, expe
 def test_bench_of_blocks_asks_for_forms(run_json, monkeypatch):
     asked = []
     fake = types.SimpleNamespace(ok=True, to_json=lambda: {})
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(session, "run", lambda request, device, output: asked.append(request) or fake)
     assert run_json("bench", *SMALL_BLOCK, "--form", "two_kernel")[0] == 0
     (case,) = asked[-1].cases
@@ -405,14 +449,17 @@ def test_bench_of_blocks_asks_for_forms(run_json, monkeypatch):
     assert problems["sweep1d.n32.c256.e512.l4096.k9"] == inputs.lead1d("bfloat16").problem
     assert run_json("bench", "--suite", "lead", "--form", "fused")[0] == 0
     assert {case.id for case in asked[-1].cases} == {"lead1d"} and asked[-1].forms == ("fused",)
+    for suite in (["--suite", "sweep1d"], SMALL_BLOCK):
+        assert run_json("bench", *suite, "--layout", "channels_last")[0] == 0
+        assert asked[-1].layouts == ("channels_last",)
 
 
 def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path):
     asked = []
     fake = types.SimpleNamespace(ok=True, to_json=lambda: {})
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(session, "run", lambda request, device, output: asked.append(request) or fake)
-    layers = ["bench", "--suite", str(Path(__file__).parents[1] / "benchmarks" / "layers.jsonl")]
+    layers = ["bench", "--suite", LAYERS]
     narrowed = ["--dtype", "bfloat16", "--layout", "channels_last", "--batch", "1", "--rows", ":3"]
     output = ["--output", str(tmp_path / "out.json"), "--resume"]
     assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", *output)[0] == 0
@@ -436,7 +483,7 @@ def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path
 
 
 def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypatch, tmp_path):
-    monkeypatch.setattr(commands, "_require_device", lambda command: torch.device("cpu"))
+    monkeypatch.setattr(commands, "_require_device", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(session, "run", lambda *args: pytest.fail("measured"))
     other = tmp_path / "notes.json"
     other.write_text("{}")
@@ -451,6 +498,10 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         status, data = run_json("bench", *SMALL, *arguments)
         assert status == 2 and "--output" in data["message"]
     assert other.read_text() == "{}"
+    # Results replace the file as a whole, which must not happen to a pipe or a device.
+    os.mkfifo(pipe := tmp_path / "pipe")
+    status, data = run_json("bench", *SMALL, "--output", str(pipe))
+    assert (status, data["message"]) == (2, f"--output: {pipe} is no regular file") and pipe.is_fifo()
 
 
 # --- wrong usage
@@ -490,12 +541,45 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
             "--kernel 99 --dilation 1 --form fused: path sm90: a halo of 98 positions",
         ),
         (
+            ["emit", "--op", "sepblock1d", "--form", "fused", "--dtype", "float16", "--kernel", "31"],
+            "--shape 32,256,4096 --kernel 31 --dilation 1 --form fused: path sm90: x, the weights and the hidden "
+            "channels of a tile do not fit",
+        ),
+        (
             ["compile", *SMALL, "--arch", "sm_80", "--path", "sm90"],
             "--path sm90 --arch sm_80: path sm90: path sm90 needs",
         ),
-        (["cache", "warm", "--layers", "/nonexistent.jsonl"], "/nonexistent.jsonl"),
+        (["cache", "warm", "--layers", "/nonexistent.jsonl"], "--layers: /nonexistent.jsonl is no file of layers"),
         (["bench", "--rows", "3"], "--rows"),
-        (["bench", "--suite", "/nonexistent.jsonl"], "/nonexistent.jsonl is no file of layers"),
+        (
+            ["bench", "--suite", "nosuch"],
+            "--suite: nosuch is no file of layers: [Errno 2] No such file or directory: 'nosuch'; it must be one, or "
+            "lead, lead2d, lead1d or sweep1d",
+        ),
+        (["bench", "--suite", "/dev/null"], "--suite: /dev/null has no layer that these operators run; it must be one"),
+        (["bench", "--suite", "lead", "--rows", "8:"], "--rows leaves none of 8 cases"),
+        (["bench", "--rows", "1:"], "--rows leaves none of 1 case"),
+        (
+            ["bench", "--suite", "lead", "--kernel", "5", "--no-bias"],
+            "--kernel, --bias would say what one problem is; --suite lead has its own",
+        ),
+        (
+            ["bench", "--suite", "lead2d", "--form", "fused"],
+            "--form fused is of the block, and --suite lead2d has none",
+        ),
+        (["bench", "--arch", "sm_80"], "--arch sm_80 is no argument of bench"),
+        (["bench", "--tune", "--path", "sm90"], "--tune finds the path and form"),
+        (["bench", "--append"], "--append needs --output"),
+        (["bench", "--output", "/"], "--output: [Errno 21]"),
+        (
+            ["cache", "warm", "--layers", LAYERS, "--op", "sepblock1d"],
+            "--op would say what one problem is; --layers has",
+        ),
+        (
+            ["cache", "warm", "--layers", LAYERS, "--form", "fused"],
+            "--form fused: layer quartznet.k33.c256_256.shape: path sm90: the fused form takes 16-bit tensors",
+        ),
+        (["verify", "--seed", "-1"], f"argument --seed: '-1' must be an integer from 0 to {2**63 - 1}"),
         (["bench", "--samples", "0"], "--samples"),
         (["emit", "--shape", f"1,8,{2**29},{2**29}"], f"--shape 1,8,{2**29},{2**29} --out-channels 128 --kernel 3: S"),
         (["emit", "--op", "sepblock1d", "--shape", "1,2,3,4"], "--shape must be N,C,L"),
@@ -509,13 +593,60 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         (["compile", *SMALL, "--path", "portable", "--output", "/nonexistent/a.cubin"], "--output: [Errno 2]"),
     ],
 )
-def test_wrong_usage_exits_2_and_names_what(run, run_json, arguments, named):
+def test_wrong_usage_exits_2_and_names_what(run, run_json, monkeypatch, arguments, named):
+    monkeypatch.setattr("cutlass_sep.kernel.build", lambda *_, **__: pytest.fail("compiled"))
     status, out, err = run(*arguments)
-    assert status == 2
-    assert out == "" or arguments[0] == "compile"
+    assert (status, out) == (2, "")
     assert named in err
     status, data = run_json(*arguments)
     assert status == 2 and named in data["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most"),
+    [(["--kernel", "31"], 17), (["--kernel", "99", "--shape", "1,64,512"], 49),
+     (["--kernel", "9", "--dilation", "12", "--shape", "1,64,512", "--path", "sm90"], 5)],
+    ids=["shared_memory", "window", "dilated"],
+)  # fmt: skip
+def test_a_kernel_too_large_for_the_fused_form_is_told_what_fits(run, arguments, most):
+    asked = ["emit", "--op", "sepblock1d", "--form", "fused", "--dtype", "float16", *arguments]
+    status, _, err = run(*asked)
+    assert status == 2 and err.endswith(f"; with the other values as they are, --kernel of up to {most} fits\n")
+    assert [run(*asked, "--kernel", str(kernel))[0] for kernel in (most, most + 1)] == [0, 2]
+
+
+@pytest.mark.parametrize("refused", [["--shape", "1,512,64"], ["--arch", "sm_80"], ["--path", "portable"]], ids=str)
+def test_no_kernel_is_told_where_none_fits(run, refused):
+    status, _, err = run("emit", "--op", "sepblock1d", "--form", "fused", "--dtype", "float16", *refused)
+    assert status == 2 and "fits" not in err
+
+
+@pytest.mark.parametrize(
+    "command", [["emit"], ["bench"], ["bench", "--suite", "lead"], ["cache", "warm", "--layers", LAYERS]]
+)
+def test_a_precision_of_another_dtype_is_wrong_usage(run, command):
+    for dtype in ("float16", "bfloat16"):
+        status, out, err = run(*command, "--dtype", dtype, "--fp32-precision", "tf32")
+        assert (status, out) == (2, "")
+        assert err == f"--fp32-precision tf32 is for --dtype float32, got --dtype {dtype}\n"
+
+
+def test_the_default_precision_may_be_stated_for_every_dtype(run_json):
+    status, data = run_json("emit", *SMALL, "--dtype", "float16", "--fp32-precision", "ieee")
+    assert (status, data["problem"]["fp32_precision"]) == (0, None)
+
+
+def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(run, monkeypatch, tmp_path):
+    def fail(*_, **__):
+        raise errors.CompileError("kernel", "sm_90a", "13.0", (), "line 1: error", None)
+
+    monkeypatch.setattr("cutlass_sep.kernel.build", fail)
+    old, new, pipe = (tmp_path / name for name in ("old", "new", "pipe"))
+    old.write_text("kept")
+    os.mkfifo(pipe)  # opened for writing it would wait for a reader
+    for path in (old, new, pipe):
+        assert run("compile", *SMALL, "--output", str(path))[0] == 1
+    assert old.read_text() == "kept" and not new.exists() and pipe.is_fifo()
 
 
 #: For each flag of the problem: what is allowed, values that are not, and the operator that has the flag.
@@ -579,8 +710,14 @@ def test_a_flag_of_the_other_operator_is_refused_by_its_name(run, flag):
     ("option", "value", "allowed"), [("--peers", "tensorrt", "eager"), ("--timing", "wall", "events")]
 )
 def test_unknown_peers_and_timings_are_wrong_usage(run, option, value, allowed):
-    status, _, err = run("bench", option, value)
-    assert status == 2 and value in err and allowed in err
+    for given in (value, f"{allowed},{value}"):
+        status, _, err = run("bench", option, given)
+        assert status == 2 and f"argument {option}: '{value}' is not one of {allowed}" in err
+
+
+def test_a_peer_named_twice_is_measured_once():
+    args = cli.parser().parse_args(["bench", "--peers", "compile,eager,compile", "--timing", "events,events"])
+    assert (args.peers, args.timing) == (("compile", "eager"), ("events",))
 
 
 def test_arch_from_the_environment(run_json, monkeypatch):

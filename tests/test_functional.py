@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -613,6 +615,85 @@ def test_vmap_over_a_dimension_of_size_0(device: str, case: Case | Block):
         torch.vmap(forward, (1, None))(none_at_1, weight[1:])
 
 
+def some(tensors: tuple) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@calls()
+def test_a_batch_of_gradients(device: str, case: Case | Block, layout: str):
+    """torch.autograd.grad(is_grads_batched=True), whose tensors are of a dispatch key of their own."""
+    tensors = leaves(case.tensors(device, torch.float64, layout))
+    y = of(case).run(*tensors, **case.options)
+    grads = torch.randn((3, *y.shape), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(device)
+    found = torch.autograd.grad(y, some(tensors), grads, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, some(tensors), grad, retain_graph=True) for grad in grads]
+    for batch, *parts in zip(found, *each, strict=True):
+        torch.testing.assert_close(batch, torch.stack(parts), rtol=1e-12, atol=1e-12)
+
+
+@both
+def test_a_batch_of_gradients_of_some_tensors(device: str, subject: Subject):
+    tensors = list(subject.case().tensors(device, torch.float64))
+    weights = slice(1, 1 + subject.weights)
+    tensors[weights] = subject.restride(tensors[weights])
+    x, weight, *rest = leaves(tensors)
+    y = subject.run(x, weight, *(t if t is None else t.detach() for t in rest), **subject.case().options)
+    grads = torch.ones((), dtype=y.dtype, device=device).expand(2, *y.shape)
+    (found,) = torch.autograd.grad(y, weight, grads, is_grads_batched=True, retain_graph=True)
+    (want,) = torch.autograd.grad(y, weight, grads[0])
+    torch.testing.assert_close(found, torch.stack([want, want]), rtol=1e-12, atol=1e-12)
+
+
+@both
+def test_a_vectorized_jacobian(device: str, subject: Subject):
+    x, *parameters = subject.case().tensors(device, torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        return subject.run(x, *parameters, **subject.case().options).flatten(1).sum(1)
+
+    slow = torch.autograd.functional.jacobian(f, x)
+    assert slow.count_nonzero() > 0
+    for fast in (torch.autograd.functional.jacobian(f, x, vectorize=True), torch.func.jacrev(f)(x)):
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
+
+
+@both
+def test_a_batch_of_gradients_has_no_derivative(device: str, subject: Subject):
+    """Its graph would be lost with the batch, so that the second derivative were taken for zero."""
+    x, *parameters = leaves(subject.case().tensors(device))
+    y = subject.run(x, *parameters, **subject.case().options)
+    grads = torch.ones((2, *y.shape), device=device)
+    with pytest.raises(NotImplementedError, match="no second derivative: is_grads_batched without create_graph"):
+        torch.autograd.grad(y, x, grads, is_grads_batched=True, create_graph=True)
+
+
+@pytest.mark.parametrize("mapped", ["all", "x", "weights"])
+@calls(Case(kernel=(2, 4), padding="same", mid_activation="silu"), Block(kernel=4), Block(residual=False, o=3))
+def test_vmap_of_gradients(device: str, case: Case | Block, mapped: str):
+    tensors = case.tensors(device, torch.float64)
+    dims = tuple(0 if mapped == "all" or (mapped == "x") == (i == 0) else None for i in range(len(tensors)))
+    stacked = tuple(t if d is None else torch.stack([t, -2 * t, t / 3]) for t, d in zip(tensors, dims, strict=True))
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return of(case).run(*tensors, **case.options).square().sum()
+
+    gradients = torch.func.grad(loss, tuple(range(len(tensors))))
+    each = [gradients(*(t if d is None else t[i] for t, d in zip(stacked, dims, strict=True))) for i in range(3)]
+    for chunk_size in (None, 2):
+        found = torch.vmap(gradients, dims, chunk_size=chunk_size)(*stacked)
+        for batch, *parts in zip(found, *each, strict=True):
+            torch.testing.assert_close(batch, torch.stack(parts), rtol=1e-12, atol=1e-12)
+
+
+@both
+def test_batches_of_gradients_of_meta_tensors(subject: Subject):
+    tensors = leaves(subject.case().tensors("meta"))
+    y = subject.run(*tensors, **subject.case().options)
+    found = torch.autograd.grad(y, tensors, y.new_empty((3, *y.shape)), is_grads_batched=True)
+    assert [(g.shape, g.dtype, g.is_meta) for g in found] == [((3, *t.shape), t.dtype, True) for t in tensors]
+
+
 # ---- the way to a kernel, with one that stands in for it ----
 
 
@@ -823,3 +904,20 @@ def test_what_only_looks_wrong_works(device: str):
     assert separable(x, dw_weight, pw_weight, dilation=4).shape == (1, 1, 1, 1)
     assert separable(x[:, :, :3, :3], dw_weight, pw_weight, padding=5).shape == (1, 1, 11, 11)
     assert separable(x, dw_weight, pw_weight, stride=[2, 1], padding=[1, 0]).shape == (1, 1, 5, 7)
+
+
+def test_errors_do_not_depend_on_earlier_calls():
+    """1 equals True and 1.0, also as a key of a table and in a pair."""
+    tensors = Case().tensors()
+    right = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    want = separable(*tensors, **right)
+    for name in right:
+        for wrong in ((1.0, 1.0), (1, 1.0), (True, True), 1.0, True):
+            refused = rf"{name} must be an int or a pair of ints .* got {re.escape(str(wrong))}"
+            with pytest.raises(ValueError, match=refused):
+                separable(*tensors, **right | {name: wrong})
+    known = len(dispatch._launchers)
+    for same in ([1, 1], (np.int64(1), np.int64(1))):
+        for _ in range(2):
+            assert torch.equal(separable(*tensors, **dict.fromkeys(right, same)), want)
+    assert len(dispatch._launchers) == known + 2, "one for a list, one for the ints that NumPy's stand for"

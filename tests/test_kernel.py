@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import struct
@@ -141,6 +142,47 @@ def test_a_failed_launch_raises_and_the_next_one_runs(driver: Driver, one_worksp
             driver.kernel.launch(given, y, [0 if t is None else t.data_ptr() for t in given])
     driver.launcher.run = driver.run
     driver.call(given, y)
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_what_the_driver_refuses_is_built_once_more(refusals: int, monkeypatch: pytest.MonkeyPatch):
+    from cuda.bindings.driver import CUresult
+
+    cubins = [SimpleNamespace(key=f"key {i}", code=f"cubin {i}".encode()) for i in range(2)]
+    built, discarded, offered = iter(cubins), [], []
+
+    def load(code, *_):
+        offered.append(code)
+        refused = len(offered) <= refusals
+        return (CUresult.CUDA_ERROR_UNSUPPORTED_PTX_VERSION if refused else CUresult.CUDA_SUCCESS, "a library")
+
+    monkeypatch.setattr(kernel, "build", lambda source, arch, name: next(built))
+    monkeypatch.setattr(kernel, "discard", discarded.append)
+    monkeypatch.setattr(kernel, "_modules", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for name, answer in (
+        ("cuLibraryLoadData", load),
+        ("cuLibraryGetKernel", lambda library, name: (CUresult.CUDA_SUCCESS, name)),
+        ("cuKernelSetAttribute", lambda *_: (CUresult.CUDA_SUCCESS, None)),
+        ("cuGetErrorString", lambda status: (CUresult.CUDA_SUCCESS, b"the provided PTX is too new")),
+    ):
+        monkeypatch.setattr(f"cuda.bindings.driver.{name}", answer)
+    op = cutlass_sep.op.DepthwiseSeparableConv2d(*tensors(), **CASE.options, path="sm90", arch="sm_90a")
+    if refusals == 1:
+        module = op.kernel._module(0)
+        assert (module.pack, module.mains) == (b"pack_weights", [b"separable2d"])
+        assert kernel._modules == {("key 1", 0): module}
+    else:
+        refused = (
+            "loading a cubin for sm_90a on cuda:0 failed: the provided PTX is too new "
+            r"\(CUDA_ERROR_UNSUPPORTED_PTX_VERSION\)"
+        )
+        with pytest.raises(kernel.DriverError, match=refused):
+            op.kernel._module(0)
+        assert kernel._modules == {}
+    assert offered == [b"cubin 0", b"cubin 1"] and discarded == cubins[:1]
 
 
 def test_calls_of_several_threads(driver: Driver):

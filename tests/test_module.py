@@ -11,7 +11,7 @@ import pytest
 import torch
 from separable import ACTIVATIONS, Case, assert_output_close
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import fuse_conv_bn_eval, parametrizations
 from torch.nn.utils import weight_norm as legacy_weight_norm
 
 import cutlass_sep
@@ -131,6 +131,30 @@ def test_parameters_are_read_at_each_call(change: str, calls: list):
     close(after, Plain(module)(x))
     assert after.shape != before.shape or not torch.equal(after, before)
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("folded", ["depthwise", "pointwise", "both"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_batch_norm_folded_by_torch(device: str, bias: bool, folded: str, calls: list):
+    """It gives a child the bias that it lacks, and scales the one that it has."""
+    module = make(device, bias=bias, mid_activation="relu6", activation="silu").eval()
+    plain = Plain(copy.deepcopy(module)).eval()
+    for name in ("depthwise", "pointwise") if folded == "both" else (folded,):
+        child = getattr(module, name)
+        norm = nn.BatchNorm2d(child.out_channels, device=device).eval()
+        for parameter in (norm.weight, norm.bias, norm.running_mean):
+            nn.init.normal_(parameter)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        setattr(plain, name, nn.Sequential(getattr(plain, name), norm))
+        setattr(module, name, fuse_conv_bn_eval(child, norm))
+    x = torch.randn(2, 8, 6, 7, device=device)
+    y = module(x)
+    assert len(calls) == 1
+    assert {k for k in module.state_dict() if k.endswith("bias")} == {
+        f"{name}.bias" for name in ("depthwise", "pointwise") if bias or folded in (name, "both")
+    }
+    # As `close`, of values that a norm has scaled by some 3 and shifted.
+    torch.testing.assert_close(y, plain(x), rtol=2e-6, atol=6e-6)
 
 
 def double_output(module, args, output):

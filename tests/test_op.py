@@ -443,12 +443,34 @@ def test_warmup_builds_and_nothing_else(monkeypatch: pytest.MonkeyPatch):
     cutlass_sep.warmup(module, LEAD.tensors("meta")[0])
     cutlass_sep.warmup(depthwise_separable_conv2d, *LEAD.tensors("meta"), padding=1)
     assert built == [(make().source, "sm_90a")] * 2
-    cutlass_sep.warmup(depthwise_separable_conv2d, *Case().tensors())
-    cutlass_sep.warmup(depthwise_separable_conv2d, *Case(n=0).tensors("meta"))
-    cutlass_sep.warmup(make(path="torch"))
-    assert len(built) == 2
     with pytest.raises(TypeError, match="f must be"):
         cutlass_sep.warmup(len, [])
+
+
+def test_warmup_says_when_there_is_nothing_to_build(no_work, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "cutlass_sep")
+    hooked = cutlass_sep.DepthwiseSeparableConv2d(8, 8, 3)
+    hooked.depthwise.register_forward_hook(lambda *_: None)
+    for f, args, reason in (
+        (depthwise_separable_conv2d, Case(n=0).tensors("meta"), "the batch is empty: nothing is launched"),
+        (depthwise_separable_conv2d, Case().tensors("meta", torch.float64), "float64 runs through ATen"),
+        (hooked, (torch.zeros(1, 8, 9, 9),), hooked.plain_reason()),
+        (make(path="torch"), (), "asked for"),
+    ):
+        caplog.clear()
+        cutlass_sep.warmup(f, *args)
+        assert caplog.messages == [f"warmup builds nothing: {reason}"]
+    caplog.clear()
+    with pytest.warns(RuntimeWarning) as caught:  # by default seen, unlike what is logged
+        cutlass_sep.warmup(depthwise_separable_conv2d, *Case().tensors())
+    assert [(str(w.message), w.filename) for w in caught] == [
+        (
+            "warmup builds nothing: tensors on cpu run through ATen; "
+            "x must be on a CUDA device, or on 'meta' to build ahead of it",
+            __file__,
+        )
+    ]
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
