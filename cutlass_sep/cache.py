@@ -42,7 +42,7 @@ REMEDY = "set CUTLASS_SEP_CACHE_DIR to a folder of your own"
 
 _MAGIC = b"CSEPENT1"
 _FOOTER_BYTES = 32 + 8 + len(_MAGIC)
-_ENTRY_SUFFIXES = (".cubin", ".headers", ".failed.cu", ".tuned")
+_ENTRY_SUFFIXES = (".cubin", ".headers", ".failed.cu", ".tuned", ".plan", ".source")
 
 
 class _BadEntry(Exception):

@@ -25,7 +25,7 @@ from .cli import ENVIRONMENT, FAILED, OK, UsageError, parser
 from .console import Output, counted
 from .errors import EnvironmentProblem, Unsupported
 from .op import Operation
-from .planner import plan
+from .planner import planned
 from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 Answer = tuple[int, dict[str, Any]]
@@ -219,7 +219,7 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
     with output.working(f"compiling for {target}", total=len(problems)) as advance:
         for problem in problems:
             form = {"form": args.form} if problem.op == "sepblock1d" else {}
-            chosen = plan(problem, target, args.path, **form)
+            chosen = planned(problem, target, args.path, **form)
             if chosen.schedule is None:
                 skipped.append({"problem": problem.to_json(), "reason": chosen.reason})
             else:
