@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parent
-#: When the package was loaded, as files' times count. A second earlier: modules before this one, the kernel's tick.
+#: When the package was loaded, as files' times count. This is its first module; a second covers how coarse those are.
 _LOADED_NS = time.time_ns() - 1_000_000_000
 
 
