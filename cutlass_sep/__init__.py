@@ -5,6 +5,10 @@ Importing this does no CUDA, compiler or disk work.
 
 from typing import Any
 
+from . import kept as kept  # before all others: it notes when the package was loaded
+
+# isort: split
+
 from . import emit, functional, op
 from .errors import CompileError, EnvironmentProblem, Unsupported
 from .explain import explain, supports, warmup

@@ -26,7 +26,7 @@ from .cli import ENVIRONMENT, FAILED, OK, UsageError, parser
 from .console import Output, counted
 from .errors import EnvironmentProblem, Unsupported
 from .op import Operation
-from .planner import Plan, plan, supports
+from .planner import Plan, planned, supports
 from .problem import LAYOUTS, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 
 Answer = tuple[int, dict[str, Any]]
@@ -226,7 +226,7 @@ def cache_warm(args: argparse.Namespace, output: Output) -> Answer:
     """Compile the kernels of one problem or of a file of layers."""
     if args.layers is None:
         target, problems = (one := _op(args)).arch, [one.problem]
-        plans = [_tuned(one.problem, target, args) or plan(one.problem, target, args.path, args.form)]
+        plans = [_tuned(one.problem, target, args) or planned(one.problem, target, args.path, args.form)]
     else:
         target, cases = _arch(args), _layer_cases(args.layers, args)
         problems, plans = [case.problem for case in cases], [_layer_plan(case, target, args) for case in cases]
@@ -661,7 +661,7 @@ def _layer_plan(case: Case, target: str, args: argparse.Namespace) -> Plan:
     """What runs a layer of a file. Raises Unsupported naming the flags that ask for what cannot."""
     form = args.form if case.problem.op == "sepblock1d" else None
     try:
-        return _tuned(case.problem, target, args) or plan(case.problem, target, args.path, form)
+        return _tuned(case.problem, target, args) or planned(case.problem, target, args.path, form)
     except Unsupported as error:
         asked = " ".join(_flag(name, value) for name in ("path", "form") if (value := getattr(args, name)) is not None)
         raise Unsupported(f"{asked}: layer {case.id}: {error}") from error

@@ -95,8 +95,8 @@ def choose(problem: Problem, device: torch.device) -> Plan:
     if device.type == "cuda" and (found := tuned.pick(problem, device)) is not None:
         return found
     target = arch.of_device(device.index) if device.type == "cuda" else arch.default()
-    plan = planner.plan(problem, target)
-    if plan.path == "torch" and not planner.candidates(problem, target):
+    plan = planner.planned(problem, target)
+    if plan.path == "torch" and plan.kernel is None:
         raise Unsupported(plan.reason)
     return plan
 

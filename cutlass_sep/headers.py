@@ -4,9 +4,9 @@ NVRTC lists no dependencies, so #include lines are followed by text, in every br
 the compiler reads. Includes made by a macro (CUTLASS: `#include CUDA_STD_HEADER(tuple)`) are expanded with every
 definition of that macro in sight. A test compiles CUTLASS headers from a tree that holds the files found here alone.
 
-A walk costs some 0.1 s, so its result is kept with a stamp over (size, mtime, ctime, inode) of every file read and a
-list of the paths that were looked for and absent. While the stamp holds and those paths stay absent, the digest holds
-too, and checking it takes a few milliseconds of stat calls.
+A walk costs some 0.1 s, so its result is kept with a stamp over (size, mtime, ctime, inode) of every file read, taken
+before reading it, and of every folder in which a path was looked for and absent: nothing comes into a folder without
+changing its times. While the stamp holds the digest holds too, and checking it takes a millisecond of stat calls.
 """
 
 from __future__ import annotations
@@ -39,33 +39,38 @@ class Headers:
     """The headers behind a set of #include lines.
 
     digest: sha256 over (root number, path below the root, sha256 of the contents) of every file, hex.
-    files, absent: absolute paths that were read, and that were tried and not there. stamp: see the module's text.
+    files: absolute paths that were read. folders: those that a path which is not there was looked for in, the nearest
+    ones that exist. stamp: over both, see the module's text.
     unresolved: macro includes whose macro is defined nowhere in sight.
     """
 
     digest: str
     files: tuple[str, ...]
-    absent: tuple[str, ...]
+    folders: tuple[str, ...]
     stamp: str
     unresolved: tuple[str, ...]
 
     def current(self) -> bool:
         """True while no file changed and none appeared where one was looked for."""
-        return _stamp(self.files) == self.stamp and not any(map(os.path.exists, self.absent))
+        try:
+            return _stamp({path: _state(path) for path in (*self.files, *self.folders)}) == self.stamp
+        except OSError:
+            return False
 
     def to_json(self) -> bytes:
-        return json.dumps([self.digest, self.files, self.absent, self.stamp, self.unresolved]).encode()
+        return json.dumps([self.digest, self.files, self.folders, self.stamp, self.unresolved]).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> Headers:
-        digest, files, absent, stamp, unresolved = json.loads(data)
-        return cls(digest, tuple(files), tuple(absent), stamp, tuple(unresolved))
+        digest, files, folders, stamp, unresolved = json.loads(data)
+        return cls(digest, tuple(files), tuple(folders), stamp, tuple(unresolved))
 
 
 def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
     """Follow #include operands (as written, quotes or angle brackets included) through the roots, in search order."""
     found: set[str] = set()
-    absent: dict[str, None] = {}
+    absent: set[str] = set()
+    states: dict[str, str] = {}  # of files and folders, each before it was looked at
     content_digests: dict[str, str] = {}
     todo: list[str] = []
     macros: dict[bytes, set[tuple[bytes, bytes]]] = {}  # name -> {(parameter, replacement)}
@@ -80,11 +85,14 @@ def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
                 return
             if path in absent:
                 continue
+            holder = _holder(path)
+            before = states.get(holder) or _state(holder)
             if os.path.isfile(path):
                 found.add(path)
                 todo.append(path)
                 return
-            absent[path] = None
+            absent.add(path)
+            states[holder] = before
 
     def operand(text: bytes, includer: str | None) -> None:
         if name := _NAME.match(text):
@@ -98,6 +106,7 @@ def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
     while todo:
         while todo:
             path = todo.pop()
+            states[path] = _state(path)
             with open(path, "rb") as file:
                 data = file.read()
             content_digests[path] = hashlib.sha256(data).hexdigest()
@@ -119,7 +128,7 @@ def walk(includes: Iterable[bytes], roots: Sequence[str]) -> Headers:
     content = sorted((*_place(path, roots), content_digests[path]) for path in files)
     digest = hashlib.sha256(json.dumps([SCHEMA, content]).encode()).hexdigest()
     unresolved = tuple(sorted(os.fsdecode(macro) for macro, _ in computed if macro not in macros))
-    return Headers(digest, files, tuple(absent), _stamp(files), unresolved)
+    return Headers(digest, files, tuple(sorted(states.keys() - found)), _stamp(states), unresolved)
 
 
 def _place(path: str, roots: Sequence[str]) -> tuple[int, str]:
@@ -129,13 +138,19 @@ def _place(path: str, roots: Sequence[str]) -> tuple[int, str]:
     return roots.index(root), os.path.relpath(path, root)
 
 
-def _stamp(files: Iterable[str]) -> str:
-    """A hash over the identity of each file's present state; "" if one is gone."""
-    state = hashlib.sha256()
-    try:
-        for path in files:
-            s = os.stat(path)
-            state.update(f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}\n".encode())
-    except OSError:
-        return ""
-    return state.hexdigest()
+def _holder(path: str) -> str:
+    """The nearest folder above `path` that exists."""
+    while not os.path.isdir(path := os.path.dirname(path)):
+        pass
+    return path
+
+
+def _state(path: str) -> str:
+    """What identifies the present state of a file or a folder. Raises OSError."""
+    s = os.stat(path)
+    return f"{s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}"
+
+
+def _stamp(states: dict[str, str]) -> str:
+    """A hash over states by path."""
+    return hashlib.sha256(json.dumps(sorted(states.items())).encode()).hexdigest()

@@ -93,15 +93,14 @@ class Operation:
             found = tuned.pick(problem, device)
             if found is not None and found.schedule is not None:
                 return found
-        chosen = planner.plan(problem, arch, path, form)
+        chosen = planner.planned(problem, arch, path, form)
         if chosen.schedule is not None or path == "torch":
             return chosen
         # An op is there to emit a kernel, also where the planner would rather call PyTorch.
-        legal = planner.candidates(problem, arch)
-        if not legal:
+        if chosen.kernel is None:
             raise Unsupported(chosen.reason)
         reason = f"the best kernel, although path torch was planned: {chosen.reason}"
-        return planner.Plan(legal[0].path, legal[0], reason)
+        return planner.Plan(chosen.kernel.path, chosen.kernel, reason)
 
     @property
     def tuned(self) -> bool:

@@ -6,11 +6,14 @@ for the size at hand, and whether PyTorch's convolutions are faster, is estimate
 
 from __future__ import annotations
 
+import json
+import time
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
-from . import block_schedule
+from . import block_schedule, kept
 from . import schedule as separable_schedule
 from .block_schedule import FORMS, BlockSchedule
 from .errors import Unsupported
@@ -22,21 +25,47 @@ from .schedule import PATHS, Schedule, Support
 TORCH_MARGIN = 1.1
 #: And by more than this many microseconds: less is lost among launches.
 TORCH_LEAST_US = 6.0
+#: A plan that took less than this is not kept for other processes, in seconds: it is one of a layer whose schedules are
+#: known to this process by now, and layers have any number of sizes.
+KEEP_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs a problem and why. `schedule` is None on path "torch"; `tuned`: timed by `tune`, not estimated."""
+    """What runs a problem and why. `schedule` is None on path "torch"; `tuned`: timed by `tune`, not estimated.
+
+    kernel: where PyTorch's convolutions are estimated to be faster, the best kernel's schedule.
+    """
 
     path: str
     schedule: Schedule | BlockSchedule | None
     reason: str
     tuned: bool = False
+    kernel: Schedule | BlockSchedule | None = None
 
     @property
     def form(self) -> str | None:
         """The block's form; None on path "torch" and for the 2-D operator, which has but one."""
         return getattr(self.schedule, "form", None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `read` makes this plan of again, but for `tuned`."""
+        schedules = {"schedule": self.schedule, "kernel": self.kernel}
+        return {"reason": self.reason} | {k: None if s is None else s.to_json() for k, s in schedules.items()}
+
+
+def read(problem: Problem, arch: str, data: bytes, *, tuned: bool = False) -> Plan | None:
+    """The plan whose `to_json` is in `data`; None if that is no such text, or if a schedule of it is not legal here."""
+    try:
+        record = json.loads(data)
+        found = [record["schedule"], record["kernel"]]
+        schedule, kernel = (None if s is None else schedule_type(problem).from_json(s) for s in found)
+        reason = record["reason"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not all(rules(problem).check(problem, s, arch) for s in (schedule, kernel) if s is not None):
+        return None
+    return Plan("torch" if schedule is None else schedule.path, schedule, reason, tuned, kernel)
 
 
 def rules(problem: Problem) -> ModuleType:
@@ -76,6 +105,21 @@ def contenders(problem: Problem, arch: str, count: int) -> list:
     """The schedule that a call would take, and those with the best estimates for this very size: `count` in all."""
     found = dict.fromkeys([*candidates(problem, arch)[:1], *rules(problem).for_size(problem, arch)])
     return [schedule for schedule in found if rules(problem).check(problem, schedule, arch)][:count]
+
+
+def planned(problem: Problem, arch: str, path: str | None = None, form: str | None = None) -> Plan:
+    """`plan`, out of the disk cache if an earlier process took its time for it."""
+    if path == "torch" or problem.dtype not in KERNEL_DTYPES:
+        return plan(problem, arch, path, form)
+    arguments = {"op": problem.op, "problem": problem.to_json(), "arch": arch, "path": path, "form": form}
+    data = kept.load(".plan", problem.op, arguments, kept.PACKAGE)
+    if data is not None and (known := read(problem, arch, data)) is not None:
+        return known
+    start = time.perf_counter()
+    made = plan(problem, arch, path, form)
+    if time.perf_counter() - start > KEEP_SECONDS:
+        kept.keep(".plan", problem.op, arguments, json.dumps(made.to_json()).encode(), kept.PACKAGE)
+    return made
 
 
 @lru_cache(maxsize=4096)
@@ -121,7 +165,7 @@ def plan(problem: Problem, arch: str, path: str | None = None, form: str | None 
     times = [*estimates, f"PyTorch's {count} convolutions {eager_us:.0f} us"]
     reason = "; ".join([f"estimates: {', '.join(times)}", *refused])
     if rules(problem).estimate(problem, kernel, arch) > max(eager_us * TORCH_MARGIN, eager_us + TORCH_LEAST_US):
-        return Plan("torch", None, reason)
+        return Plan("torch", None, reason, kernel=kernel)
     return Plan(kernel.path, kernel, reason)
 
 

@@ -24,6 +24,8 @@ PRECISIONS = ("ieee", "tf32")
 ACTIVATIONS = (None, "relu", "relu6", "silu", "hardswish", "gelu", "gelu_tanh")
 #: Bytes of the widest access a kernel makes; a problem's `alignment` never exceeds it.
 MAX_ALIGNMENT = 16
+#: Extents of a problem's `layer`: larger than windows, and aligned.
+_ANY_SIZE = 1 << 20
 
 
 class Pads(NamedTuple):
@@ -42,6 +44,8 @@ class Problem(ABC):
     op: ClassVar[str]
     #: Number of spatial axes of x and y, behind the batch and the channels.
     spatial: ClassVar[int]
+    #: Names of the fields that a kernel takes at run time: the batch and the spatial extents.
+    sizes: ClassVar[tuple[str, ...]]
 
     n: int
     dtype: str
@@ -62,6 +66,11 @@ class Problem(ABC):
     @abstractmethod
     def pitches(self) -> tuple[int, ...]:
         """Elements from one run of memory of x and of y to the next: the extents of their innermost dimension."""
+
+    @property
+    def layer(self):
+        """This problem at one size that stands for all of them, as aligned as it is itself."""
+        return replace(self.with_alignment(self.alignment), **dict.fromkeys(self.sizes, _ANY_SIZE))
 
     def to_json(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
@@ -97,6 +106,7 @@ class SeparableConv2dProblem(Problem):
 
     op = "dwsep2d"
     spatial = 2
+    sizes = ("n", "h", "w")
 
     n: int
     c: int
@@ -209,6 +219,7 @@ class SeparableBlock1dProblem(Problem):
 
     op = "sepblock1d"
     spatial = 1
+    sizes = ("n", "l")
 
     n: int
     c: int

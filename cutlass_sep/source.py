@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-
+from . import kept
 from .block_schedule import BlockSchedule, FusedGeometry, FusedTile
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
+
+if TYPE_CHECKING:
+    import jinja2
 
 #: Activation name -> struct in templates/activation.cuh, a template on the type of memory's elements.
 ACTIVATION_STRUCTS = {
@@ -44,6 +47,8 @@ def templates() -> Path:
 
 @cache
 def _environment() -> jinja2.Environment:
+    import jinja2  # here, because a source that was kept needs none
+
     loader = jinja2.FileSystemLoader(templates())
     return jinja2.Environment(
         loader=loader, undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False
@@ -212,7 +217,27 @@ def title(
 
 
 def render(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> str:
-    """The whole translation unit. Depends on the compile-time part of the problem alone: not on N, H, W, L or P, Q."""
+    """The whole translation unit, out of the disk cache where it was kept. Only the problem's layer counts: the source
+    serves all N, H, W and L.
+    """
+    problem = problem.layer
+    arguments = {
+        "op": problem.op,
+        "problem": problem.to_json(),
+        "schedule": schedule.to_json(),
+        "arch": arch,
+        "versions": [metadata.version(name) for name in ("jinja2", "nvidia-cutlass")],
+    }
+    known = kept.load(".source", problem.op, arguments, kept.PACKAGE, templates())
+    if known is not None:
+        return known.decode()
+    text = render_anew(problem, schedule, arch)
+    kept.keep(".source", problem.op, arguments, text.encode(), kept.PACKAGE, templates())
+    return text
+
+
+def render_anew(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> str:
+    """`render` without the disk cache. Depends on the problem's layer alone: not on N, H, W, L or P, Q."""
     heading = title(problem, schedule, arch)
     if isinstance(schedule, BlockSchedule) and schedule.form == "fused":
         unit = _environment().get_template("block1d_sm90.cu.j2")

@@ -33,18 +33,7 @@ def pick(problem: Problem, device: torch.device) -> Plan | None:
     if found is None:
         return None
     # Another state of this version may have written other fields, or schedules that are legal no more.
-    try:
-        record = json.loads(found[0])
-        schedule, reason = record["schedule"], record["reason"]
-        if schedule is not None:
-            schedule = planner.schedule_type(problem).from_json(schedule)
-    except (ValueError, KeyError, TypeError):
-        return None
-    if schedule is None:
-        return Plan("torch", None, reason, tuned=True)
-    if not planner.rules(problem).check(problem, schedule, archs.of_device(device.index)):
-        return None
-    return Plan(schedule.path, schedule, reason, tuned=True)
+    return planner.read(problem, archs.of_device(device.index), found[0], tuned=True)
 
 
 def _has_any(store: cache.Store) -> bool:
@@ -55,11 +44,9 @@ def _has_any(store: cache.Store) -> bool:
 
 def keep(problem: Problem, device: torch.device, plan: Plan) -> bool:
     """Remember `plan` as the pick for this problem; False where the cache keeps nothing (after a warning)."""
-    schedule = plan.schedule.to_json() if plan.schedule else None
-    record = json.dumps({"schedule": schedule, "reason": plan.reason}).encode()
     store = cache.store()
     _any[store.folder] = True
-    return store.save(_key(problem, device), problem.op, record, {}, _SUFFIX)
+    return store.save(_key(problem, device), problem.op, json.dumps(plan.to_json()).encode(), {}, _SUFFIX)
 
 
 def _key(problem: Problem, device: torch.device) -> str:

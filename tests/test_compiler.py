@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -160,7 +161,7 @@ def test_importing_does_nothing(tmp_path: Path) -> None:
         os.chdir(os.environ["PLACE"])
         before = set(sys.modules)  # torch itself imports some of cuda.bindings
         from cutlass_sep import cache, compiler, headers, toolchain
-        print([name for name in set(sys.modules) - before if name.split(".")[0] in ("cuda", "platformdirs")])
+        print([name for name in set(sys.modules) - before if name.split(".")[0] == "cuda"])
         """,
         PLACE=str(tmp_path),
         HOME=str(tmp_path),
@@ -308,16 +309,47 @@ def test_a_walk(tmp_path: Path) -> None:
     assert found.current()
     assert headers.Headers.from_json(found.to_json()) == found
 
-    # A file that would now be found first, or at all, ends the result's life.
-    for name in ("c.h", "vector"):
-        first.mkdir(exist_ok=True)
-        (first / name).write_text("")
-        assert not found.current()
+    # A file that would now be found first, or at all, ends the result's life, be it in a folder that was not there.
+    for place, name in ((first, "c.h"), (first, "vector"), (second, "vector"), (first / "made", "d.h")):
+        known = headers.walk(headers.directives("#include <a.h>\n"), roots)
+        assert known.digest == found.digest and known.current()
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("")
+        assert not known.current()
         assert headers.walk(headers.directives("#include <a.h>\n"), roots).digest != found.digest
-        (first / name).unlink()
-        assert found.current()
+        (place / name).unlink()
+    found = headers.walk(headers.directives("#include <a.h>\n"), roots)
     (second / "made/d.h").unlink()
     assert not found.current()
+
+
+@pytest.mark.parametrize("change", ["read", "looked for"])
+def test_what_changes_right_behind_a_walk_ends_its_result(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    (second / "a.h").write_text("old")
+
+    def read(path: str, mode: str) -> io.BytesIO:
+        data = Path(path).read_bytes()
+        Path(path).write_text("another text")
+        return io.BytesIO(data)
+
+    def looked_for(path: str, isfile: Callable[[str], bool] = os.path.isfile) -> bool:
+        there = isfile(path)
+        (first / "a.h").write_text("found first from now on")
+        return there
+
+    with monkeypatch.context() as patch:
+        if change == "read":
+            patch.setattr(headers, "open", read, raising=False)
+        else:
+            patch.setattr(headers.os.path, "isfile", looked_for)
+        known = headers.walk([b"<a.h>"], (str(first), str(second)))
+    assert known.files == (str(second / "a.h"),)
+    assert not known.current()
 
 
 def test_no_header_comes_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

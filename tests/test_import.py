@@ -35,6 +35,14 @@ assert not torch.cuda.is_initialized()
     assert list(cwd.iterdir()) == list(home.iterdir()) == []
 
 
+def test_the_time_of_loading_is_noted_first():
+    """Before any other module of the package, and before torch, whose import takes seconds."""
+    code = "import sys, cutlass_sep; print(*(n for n in sys.modules if n == 'torch' or n.startswith('cutlass_sep.')))"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.split()[0] == "cutlass_sep.kept", done.stderr
+
+
 def test_public_names():
     assert callable(cutlass_sep.functional.depthwise_separable_conv2d)
     assert isinstance(cutlass_sep.op.DepthwiseSeparableConv2d, type)

@@ -91,6 +91,7 @@ def test_wide_late_layers_run_pytorch(name, variant):
     problem = layer(name, variant)
     chosen = plan(problem, ARCH)
     assert (chosen.path, chosen.schedule) == ("torch", None)
+    assert chosen.kernel == candidates(problem, ARCH)[0]
     assert f"two convolutions {torch_us(problem):.0f} us" in chosen.reason
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cutlass_sep import compiler, kernel, planner
+from cutlass_sep import compiler, planner
 from cutlass_sep.bench import inputs, results
 from cutlass_sep.schedule import candidates
 
@@ -152,8 +152,8 @@ def test_digest_follows_what_a_kernel_is_made_from(monkeypatch):
         assert results.digest(rows) != base
         assert not results.is_current(rows[0])
     with monkeypatch.context() as patch:
-        render = kernel.render
-        patch.setattr(kernel, "render", lambda *a: render(*a) + "// edited\n")
+        render = results.render_anew
+        patch.setattr(results, "render_anew", lambda *a: render(*a) + "// edited\n")
         assert results.digest(rows) != base
     with monkeypatch.context() as patch:
         patch.setattr(results.metadata, "version", lambda name: "4.3.0")
@@ -195,8 +195,8 @@ def test_blocks_are_counted_as_they_ran(monkeypatch):
         results.validate(make_results(row))
         digests |= {results.digest_of_problems([entry]), row["digest"]}
         with monkeypatch.context() as patch:
-            render = kernel.render
-            patch.setattr(kernel, "render", lambda *a, render=render: render(*a) + "// edited\n")
+            render = results.render_anew
+            patch.setattr(results, "render_anew", lambda *a, render=render: render(*a) + "// edited\n")
             digests.add(results.digest_of_problems([entry]))
             assert not results.is_current(row)
         assert results.is_current(json.loads(json.dumps(row)))

@@ -80,7 +80,9 @@ def test_run_time_numbers_are_not_in_the_source(path: str, layout: str):
     schedule = candidates(problem, "sm_90a", path)[0]
     pads = problem.padding._replace(top=3, left=problem.padding.left + 16, right=0)
     other = replace(problem, n=3, h=40, w=64, padding=pads)
-    assert source.render(problem, schedule, "sm_90a") == source.render(other, schedule, "sm_90a")
+    assert source.render_anew(problem, schedule, "sm_90a") == source.render_anew(other, schedule, "sm_90a")
+    # Sources are kept by the layer.
+    assert source.render(problem, schedule, "sm_90a") == source.render_anew(problem, schedule, "sm_90a")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -89,7 +91,9 @@ def test_run_time_numbers_of_a_block_are_not_in_the_source(path: str, form: str,
     problem = problem_of(LEAD_BLOCK, "bf16", layout)
     schedule = candidates(problem, "sm_90a", path, form)[0]
     other = replace(problem, n=3, l=72)
-    assert source.render(problem, schedule, "sm_90a") == source.render(other, schedule, "sm_90a")
+    assert source.render_anew(problem, schedule, "sm_90a") == source.render_anew(other, schedule, "sm_90a")
+    # Sources are kept by the layer.
+    assert source.render(problem, schedule, "sm_90a") == source.render_anew(problem, schedule, "sm_90a")
 
 
 def test_the_compile_time_part_is_in_the_source():

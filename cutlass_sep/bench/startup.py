@@ -24,6 +24,8 @@ def measure(problem: SeparableConv2dProblem) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "CUTLASS_SEP_CACHE_DIR": folder}
+        # The first process leaves its bytecode to the second, as Python does and as pip does when it installs.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         return {name: _child(problem, environment) for name in ("cold", "warm")}
 
 
