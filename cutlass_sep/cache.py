@@ -62,20 +62,21 @@ class Entry:
 
 
 def root() -> Path | None:
-    """The cache folder: CUTLASS_SEP_CACHE_DIR, else cutlass_sep in the user's cache folder ($XDG_CACHE_HOME, ~/.cache);
-    None where there is neither.
-    """
+    """The cache folder: CUTLASS_SEP_CACHE_DIR, else the user's cache folder; None where there is neither."""
     if override := os.environ.get("CUTLASS_SEP_CACHE_DIR"):
         # Only shells turn "~" into the home folder, and not where it is quoted or set in a configuration file.
         try:
             return Path(override).expanduser().absolute()
         except (RuntimeError, FileNotFoundError):  # there is no home; a relative path, and the current folder is gone
             return None
-    # The XDG base directory specification: a relative path is to be ignored.
-    for caches in (os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~/.cache")):
-        if os.path.isabs(caches):
-            return Path(caches) / "cutlass_sep"
-    return None  # neither HOME nor a passwd entry: "~" stayed
+    import platformdirs
+
+    try:
+        path = Path(platformdirs.user_cache_dir("cutlass_sep"))
+    except RuntimeError:  # neither HOME nor a passwd entry
+        return None
+    # Other versions of platformdirs leave "~" as it is; it must not become a folder below the current one.
+    return path if path.is_absolute() else None
 
 
 def store() -> Store:

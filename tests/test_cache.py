@@ -404,16 +404,6 @@ def test_why_nothing_would_be_kept(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert os.listdir(folder) == []
 
 
-def test_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUTLASS_SEP_CACHE_DIR", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for value in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", value)
-        assert cache.root() == tmp_path / ".cache/cutlass_sep"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    assert cache.root() == tmp_path / "own/cutlass_sep"
-
-
 def test_home_is_put_for_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", "~/kernels")
