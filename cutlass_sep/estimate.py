@@ -151,12 +151,17 @@ def _diagonal_compute(g: Geometry, new_rows: int) -> float:
     stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
     split = ends * s.warpgroups * s.tile_oc * _SPLIT if s.split_channels else 0
     wgmmas = groups * 2 * s.blocks * s.tile_oc / 4
-    return stage + split + _combine(
-        own,
-        s.warpgroups * (groups * issue + ends * end_issue),
-        s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + new_rows * g.slot_bytes / g.slot_rows / 128,
-        s.warpgroups * groups * mmas,
-        copies,
+    arriving = new_rows * g.slot_bytes / g.slot_rows / 128
+    return (
+        stage
+        + split
+        + _combine(
+            own,
+            s.warpgroups * (groups * issue + ends * end_issue),
+            s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + arriving,
+            s.warpgroups * groups * mmas,
+            copies,
+        )
     )
 
 
@@ -174,9 +179,10 @@ def _compute(g: Geometry, new_rows: int) -> float:
     waits = _STEP + _ROW * (g.window_rows(g.tile_p) + new_rows)
     stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
     mmas = s.warpgroups * groups * s.blocks * _products(g)
+    arriving = new_rows * g.slot_bytes / g.slot_rows / 128
     return stage + _combine(
         max(s.warpgroups, _LONE_WARP) * instructions + waits,
-        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + new_rows * g.slot_bytes / g.slot_rows / 128,
+        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + arriving,
         mmas * max(s.tile_oc / 2, 16),
         new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1)),
     )

@@ -218,7 +218,7 @@ class FusedStage(Stage):
             # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
             strides = (("l",), (16,), ("l", "c"))
             window = TensorMap(_X, ("l", "c", blocks, "n"), (16, 64, blocks, 1), 32, strides)
-        rows = g.math_instruction.instruction_shape[1]
+        rows = g.tile.tile_oc // g.halves  # not by math_instruction, for which cutlass_library takes 12 ms to import
         if g.lane_oc == 2:
             project = TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, rows), 128)
         else:
@@ -278,7 +278,7 @@ class _Launcher:
         for kernel, shape, own in zip((module.pack, *module.mains), shapes, lists, strict=True):
             self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
-        # On path sm90 a kernel starts while the one before it still runs, and waits for it (templates/pipeline_sm90.cuh).
+        # On path sm90 a kernel starts while the one before it still runs and waits for it (templates/pipeline_sm90.cuh).
         self._attributes = []
         if all(stage.overlaps for stage in stages):
             overlap = driver.CUlaunchAttribute()

@@ -409,8 +409,8 @@ class Geometry:
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         if s.mma_q:
-            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, or if they
-            # split the channels, sooner.
+            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, or if
+            # they split the channels, sooner.
             others = 60 if s.warpgroups == 3 else 44
             return accumulators + 4 * self.live_matrices + max(others, 84 * s.split_channels)
         values = s.blocks * 2 * lane_channels * self.mma_steps
