@@ -359,4 +359,4 @@ def estimate(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: st
     if schedule.form == "fused":
         return estimates.fused_us(FusedGeometry(problem, schedule.tile))
     halves = ((problem.expand, schedule.expand), (problem.project, schedule.project))
-    return sum(separable.estimate(half, part, arch) for half, part in halves)
+    return sum(separable.estimate(half, part, arch) for half, part in halves) - estimates.SHARED_US

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 #: Multiprocessors, and cycles a microsecond under load.
 MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
-#: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads.
-LAUNCH_US = 7.4
+#: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads; on path
+#: sm90, where these overlap; and what of it two kernels of one call have in common.
+LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 7.6, 6.8
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
 _DEVICE_BYTES = 18.1
 _L2_BYTES = 67.0
@@ -37,7 +38,7 @@ _ROW = 31.0
 _COPY = 166.0
 #: mma_q: cycles of 32 channels of a warpgroup that nothing else of it hides, beside its MMAs; of a pass over channels;
 #: of tensor cores for an mma.sync of each warp; of an item whose warpgroups split the channels, for an output channel.
-_DIAGONAL_STEP, _DIAGONAL_CHUNK, _DIAGONAL_MMA, _SPLIT = 178.0, 212.0, 9.2, 31.0
+_DIAGONAL_STEP, _DIAGONAL_CHUNK, _DIAGONAL_MMA, _SPLIT = 127.0, 275.0, 8.0, 31.0
 #: Cycles of a work item beside its steps; and that a warp waits for a batch of its stores, but the first, to leave the
 #: staging buffers.
 _ITEM = 190.0
@@ -141,28 +142,25 @@ def _diagonal_compute(g: Geometry, new_rows: int) -> float:
     ends = 1 / g.chunks
     pairs = -(-p.taps // 2)
     matrices = g.matrices
-    mmas = 2 * s.blocks * max(s.tile_oc / 2, 16) + 4 * s.blocks * pairs * _DIAGONAL_MMA
+    wgmma, mma = 2 * s.blocks * max(s.tile_oc / 2, 16), 4 * s.blocks * pairs * _DIAGONAL_MMA
     # Instructions of a warp: an mma.sync takes 6 more that bring its operands together.
     issue = 4 * s.blocks * pairs * 7 + 2 * matrices + pairs + s.blocks * (16 * _ACTIVATION[p.mid_activation] + 60)
-    shared = 4 * matrices + pairs
+    shared = 4 * matrices * math.gcd(p.stride[1], 4) + pairs  # of a matrix whose columns lie apart, some share banks
     end_issue, end_shared = _epilogue(g)
-    own = groups * (_DIAGONAL_STEP + mmas) + _DIAGONAL_CHUNK + ends * end_issue
-    copies = g.atoms * _COPY if g.slot_rows > 1 else new_rows * (_ROW + _COPY * g.atoms)
+    waits = _DIAGONAL_CHUNK + (_ROW * (g.window_rows(g.tile_p) + new_rows) if g.march else 0)
+    own = groups * (_DIAGONAL_STEP + wgmma + _LONE_WARP * mma) + waits + ends * end_issue
+    copies = new_rows * (_ROW + _COPY * g.atoms) if g.march else g.atoms * _COPY
     stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
     split = ends * s.warpgroups * s.tile_oc * _SPLIT if s.split_channels else 0
     wgmmas = groups * 2 * s.blocks * s.tile_oc / 4
     arriving = new_rows * g.slot_bytes / g.slot_rows / 128
-    return (
-        stage
-        + split
-        + _combine(
-            own,
-            s.warpgroups * (groups * issue + ends * end_issue),
-            s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + arriving,
-            s.warpgroups * groups * mmas,
-            copies,
-        )
-    )
+    return stage + split + _combine(
+        own,
+        s.warpgroups * (groups * issue + ends * end_issue),
+        s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + arriving,
+        s.warpgroups * groups * (wgmma + mma),
+        copies,
+    )  # fmt: skip
 
 
 def _compute(g: Geometry, new_rows: int) -> float:
@@ -224,7 +222,7 @@ def sm90_us(g: Geometry) -> float:
         behind = _BEHIND * (1 - min(1.0, max(0.0, s.row_slots * g.slot_rows / window - 1)))
         passes = g.chunks / s.warpgroups if s.split_channels else g.chunks
         rounds, fill = passes * (_combine(memory, compute) + behind * min(memory, compute)), 0.0
-    return -(-items // MULTIPROCESSORS) * (rounds + fill + _ITEM) / CYCLES_PER_US + LAUNCH_US
+    return -(-items // MULTIPROCESSORS) * (rounds + fill + _ITEM) / CYCLES_PER_US + OVERLAPPED_US
 
 
 def portable_us(g: Geometry, arch: str) -> float:
@@ -266,7 +264,7 @@ def fused_us(g: FusedGeometry) -> float:
     chunk = _FUSED_CHUNK + _FUSED_TENSOR * tensor + _FUSED_DEPTHWISE * g.depthwise_mmas
     rounds = -(-g.tiles // MULTIPROCESSORS)
     memory = g.problem.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
-    return max(rounds * g.chunks * chunk, memory) / CYCLES_PER_US + LAUNCH_US
+    return max(rounds * g.chunks * chunk, memory) / CYCLES_PER_US + OVERLAPPED_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from . import arch as archs
+from . import toolchain
 from .block_schedule import FUSED_CHUNK, BlockSchedule, FusedGeometry
 from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
@@ -278,7 +279,7 @@ class _Launcher:
         for kernel, shape, own in zip((module.pack, *module.mains), shapes, lists, strict=True):
             self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
-        # On path sm90 a kernel starts while the one before it still runs and waits for it (templates/pipeline_sm90.cuh).
+        # Path sm90: a kernel starts while the one before it still runs and waits for it (templates/pipeline_sm90.cuh).
         self._attributes = []
         if all(stage.overlaps for stage in stages):
             overlap = driver.CUlaunchAttribute()
@@ -398,7 +399,13 @@ class Kernel:
             discard(cubin)
             self._cubin = None
             cubin = self.cubin
-            module = _Module(cubin, self.arch, device, self.stages)
+            try:
+                module = _Module(cubin, self.arch, device, self.stages)
+            except DriverError as error:
+                raise EnvironmentProblem(
+                    f"the driver refuses kernels that NVRTC {toolchain.nvrtc()} compiles ({error}); "
+                    "update the driver, or install an nvidia-cuda-nvrtc no newer than the driver's CUDA"
+                ) from error
         with _lock:
             return _modules.setdefault((cubin.key, device), module)
 

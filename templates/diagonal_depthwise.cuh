@@ -91,8 +91,8 @@ struct PixelMatrices {
   }
 };
 
-/// The operand's values of one warp, 32 channels at a time, from rows of a pixel-major tile. A lane reads, for ldmatrix, pixel lane % 8 of a matrix
-/// and group lane / 8 of 8 channels.
+/// The operand's values of one warp, 32 channels at a time, from rows of a pixel-major tile. For ldmatrix a lane addresses pixel lane % 8 of a
+/// matrix and group lane / 8 of 8 channels.
 template <class Config>
 struct DiagonalDepthwise {
   using G = Geometry<Config>;
@@ -105,8 +105,8 @@ struct DiagonalDepthwise {
 
   /// Bytes by column % 8, which is what TMA's swizzle depends on. `pixel` is the lane's, in columns from where rows begin.
   uint32_t offset[8];
-  uint32_t selector[2];  // what makes B of a lane's word, by tap of the pair
-  uint32_t mask[4];      // all ones for the group whose weights the lane holds
+  uint32_t selector[2];  // brings one of the two taps of a lane's word to where the diagonal meets the lane
+  uint32_t mask[4];      // all ones for the group whose taps the lane holds, else zero
   int t;
 
   /// `pixel`: the warp's first.

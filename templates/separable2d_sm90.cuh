@@ -1,8 +1,9 @@
 // The separable operator on Hopper: one persistent, warp-specialised kernel.
 //
 // A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the packed weights beside them.
-// Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers (depthwise_operand.cuh by fp32 FMA,
-// diagonal_depthwise.cuh on the tensor cores) and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise outputs never touch shared or global memory.
+// Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers, by fp32 FMA (depthwise_operand.cuh) or on the
+// tensor cores (diagonal_depthwise.cuh), and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise
+// outputs never touch shared or global memory.
 //
 // Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
@@ -439,8 +440,8 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
 template <class Config>
 struct DiagonalDepthwise;  // of diagonal_depthwise.cuh, which is not there without a kernel that takes it
 
-/// The same with the depthwise stage on the tensor cores, 32 channels at a time. An mma.sync waits for the wgmmas of its own warpgroup: the other
-/// warpgroups fill the gap.
+/// The same with the depthwise stage on the tensor cores, 32 channels at a time. An mma.sync waits for the wgmmas of its own warpgroup: the
+/// other warpgroups fill the gap.
 template <class Config, class Rows>
 CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, DiagonalDepthwise<Config> const& view, Rows const& rows,
                                char const* weights, int channels, bool zero, int lane, float& check) {
@@ -464,8 +465,8 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
   }
 }
 
-/// Brings the sums of all warpgroups to the first, where their channels are split. A warpgroup's values are its own until they are `full`, then the
-/// first's until they are `free` again.
+/// Brings the sums of all warpgroups to the first, where their channels are split. A warpgroup's values in shared memory are its own until they
+/// are `full`, then the first's until they are `free` again.
 template <class Config>
 struct SplitSums {
   using Accumulator = typename PointwiseMma<Config>::Accumulator;

@@ -16,6 +16,7 @@ from separable import Case
 
 import cutlass_sep
 from cutlass_sep import kernel
+from cutlass_sep.errors import EnvironmentProblem
 
 CASE = Case(n=2, c=16, o=32, h=8, w=8, pw_bias=False)
 #: Positions in Arguments.
@@ -42,8 +43,13 @@ class Driver:
         self.encoded.append(address)
         return struct.pack("Q120x", address)
 
-    def run(self, function, *values) -> tuple[int]:
-        *_, stream, parameters, _ = values
+    def run(self, configuration, function, parameters, _) -> tuple[int]:
+        stream = configuration.hStream
+        assert configuration.numAttrs == len(configuration.attrs) == (self.kernel.schedule.path == "sm90")
+        shape = self.launcher._launches[0 if int(function) == 1 else 1][1]
+        grid = configuration.gridDimX, configuration.gridDimY, configuration.gridDimZ
+        block = configuration.blockDimX, configuration.blockDimY, configuration.blockDimZ
+        assert (*grid, *block, configuration.sharedMemBytes) == shape
         maps = len(self.kernel.stages[0].maps) if int(function) == 2 else 0
         arguments, *maps = struct.unpack(f"{1 + maps}Q", ctypes.string_at(parameters, 8 * (1 + maps)))
         pointers = struct.unpack("10Q", ctypes.string_at(arguments, 80))
@@ -176,10 +182,10 @@ def test_what_the_driver_refuses_is_built_once_more(refusals: int, monkeypatch: 
         assert kernel._modules == {("key 1", 0): module}
     else:
         refused = (
-            "loading a cubin for sm_90a on cuda:0 failed: the provided PTX is too new "
-            r"\(CUDA_ERROR_UNSUPPORTED_PTX_VERSION\)"
+            r"the driver refuses kernels that NVRTC \d+\.\d+ compiles \(loading a cubin for sm_90a on cuda:0 failed: "
+            r"the provided PTX is too new \(CUDA_ERROR_UNSUPPORTED_PTX_VERSION\)\); update the driver, or install"
         )
-        with pytest.raises(kernel.DriverError, match=refused):
+        with pytest.raises(EnvironmentProblem, match=refused):
             op.kernel._module(0)
         assert kernel._modules == {}
     assert offered == [b"cubin 0", b"cubin 1"] and discarded == cubins[:1]
@@ -188,8 +194,7 @@ def test_what_the_driver_refuses_is_built_once_more(refusals: int, monkeypatch: 
 def test_calls_of_several_threads(driver: Driver):
     """Each launches with its own addresses, also while others fill and drop frames."""
 
-    def run(function, *values) -> tuple[int]:
-        *_, parameters, _ = values
+    def run(configuration, function, parameters, _) -> tuple[int]:
         (arguments,) = struct.unpack("Q", ctypes.string_at(parameters, 8))
         seen.append(struct.unpack("10Q", ctypes.string_at(arguments, 80)))
         return (0,)

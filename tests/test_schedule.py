@@ -59,9 +59,11 @@ def test_maps_of_one_row_have_tiles_along_it(layout: str):
     assert [(size.n, size.h, size.p, size.q) for size in sizes] == [(n, 1, 1, e * e) for n, e in TYPICAL_SIZES[layout]]
     assert sizes == typical(replace(row, n=7, w=8000))
     for schedule in candidates(row, "sm_90a", "sm90"):
-        assert (schedule.warps_q, schedule.side_by_side) == (4, schedule.warpgroups > 1)
+        across = 1 if schedule.split_channels else schedule.warpgroups
+        assert (schedule.warps_q, schedule.side_by_side) == (4, across > 1)
+        assert schedule.mma_q in (0, 16)
         geometry = Geometry(row, schedule)
-        assert (geometry.item_q, geometry.tiles_down) == (geometry.tile_q * schedule.warpgroups, 1)
+        assert (geometry.item_q, geometry.tiles_down) == (geometry.tile_q * across, 1)
     square = candidates(problem_of(LEAD, "bf16", layout), "sm_90a", "sm90")
     assert not any(schedule.side_by_side for schedule in square)
 
@@ -169,6 +171,96 @@ def test_illegal_on_sm90(change: dict, reason: str):
     assert not refused and reason in refused.reason
 
 
+def diagonal(**fields) -> Schedule:
+    """Depthwise outputs by mma.sync, windows of x."""
+    defaults = {
+        "tile_oc": 64, "slot_channels": 64, "blocks": 1, "warps_q": 2, "warpgroups": 2, "row_slots": 2,
+        "weight_slots": 2, "mma_q": 8,
+    }  # fmt: skip
+    return Schedule("sm90", **defaults | fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mma_q": 4}, "mma_q=4 must be 0, 8 or 16"),
+        ({"mma_q": True}, "mma_q=True must be 0, 8 or 16"),
+        ({"blocks": 2}, "mma_q=8: blocks=2 must be 1"),
+        ({"row_slots": 9}, "bytes of shared memory"),
+        ({"split_channels": True, "warpgroups": 1}, "split_channels=True: 1 warpgroups cannot share 4 passes"),
+        ({"split_channels": True, "slot_channels": 256}, "split_channels=True: 2 warpgroups cannot share 1 passes"),
+        ({"split_channels": True, "side_by_side": True}, "side_by_side=True gives each warpgroup a tile of its own"),
+        ({"split_channels": True, "mma_q": 0}, "split_channels=True: only where mma_q makes the depthwise outputs"),
+        ({"split_channels": True, "tile_oc": 256}, "registers a thread"),
+        ({"split_channels": 1}, "split_channels=1 must be True or False"),
+    ],
+)
+def test_illegal_on_tensor_cores(change: dict, reason: str):
+    problem = problem_of(Case(c=256, o=256, h=38, w=38), "bf16", "channels_last")
+    assert check(problem, diagonal(), "sm_90a")
+    assert check(problem, diagonal(split_channels=True), "sm_90a")
+    refused = check(problem, diagonal(**change), "sm_90a")
+    assert not refused and reason in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "layout", "reason"),
+    [
+        (
+            Case(c=256, w=16),
+            "bf16",
+            "contiguous",
+            "mma.sync reads 16-bit channels_last tensors, not bfloat16 contiguous",
+        ),
+        (Case(c=256), "tf32", "channels_last", "mma.sync reads 16-bit channels_last tensors, not float32"),
+        (Case(c=256, kernel=(13, 13), padding=6), "fp16", "channels_last", "169 taps are unrolled, at most 128"),
+    ],
+)
+def test_what_tensor_cores_do_not_take(case: Case, kind: str, layout: str, reason: str):
+    problem = problem_of(case, kind, layout)
+    refused = check(problem, diagonal(), "sm_90a")
+    assert not refused and reason in refused.reason
+    assert not any(schedule.mma_q for schedule in candidates(problem, "sm_90a"))
+
+
+def test_16_bit_channels_last_layers_run_on_tensor_cores():
+    """Wide layers in windows; the pointwise half of a block too, whose x is the operand as it is."""
+    wide = problem_of(Case(n=32, c=728, o=728, h=38, w=38), "bf16", "channels_last")
+    best = candidates(wide, "sm_90a", "sm90")[0]
+    assert (best.mma_q, best.blocks, Geometry(wide, best).slot_rows > 1) == (8, 1, True)
+    small = problem_of(Case(n=32, c=1152, o=192, h=7, w=7), "fp16", "channels_last")
+    assert candidates(small, "sm_90a", "sm90")[0].split_channels
+    pointwise = replace(wide, h=1, w=4096, kernel=(1, 1), padding=Pads(0, 0, 0, 0), dw_bias=False, depthwise=False)
+    assert candidates(pointwise, "sm_90a", "sm90")[0].mma_q == 16
+
+
+def matrices_one_by_one(problem: SeparableConv2dProblem, schedule: Schedule) -> set[tuple[int, int]]:
+    """(row, column) of the first pixel of each 8 x 8 matrix under a warp's pixels, by its definition."""
+    found = set()
+    for r in range(problem.kernel[0]):
+        for s in range(problem.kernel[1]):
+            for block in range(schedule.blocks):
+                for half in range(2):
+                    p, q = (2 * block + half, 0) if schedule.mma_q == 8 else (block, 8 * half)
+                    row = p * problem.stride[0] + r * problem.dilation[0]
+                    found.add((row, q * problem.stride[1] + s * problem.dilation[1]))
+    return found
+
+
+@pytest.mark.parametrize("mma_q", [8, 16])
+@pytest.mark.parametrize(
+    "case",
+    [Case(), Case(kernel=(5, 5)), Case(stride=2), Case(kernel=(1, 9)), Case(w=200, kernel=(1, 43), dilation=(1, 2)),
+     Case(kernel=(2, 4), dilation=(3, 1), stride=(2, 1)), Case(w=200, kernel=(1, 3), dilation=(1, 32))],
+    ids=str,
+)  # fmt: skip
+def test_matrices_of_a_window(case: Case, mma_q: int):
+    problem, schedule = problem_of(case, "bf16", "channels_last"), diagonal(mma_q=mma_q)
+    g = Geometry(problem, schedule)
+    assert g.matrices == len(matrices_one_by_one(problem, schedule))
+    assert (g.warp_p, g.warp_q) == (16 // mma_q, mma_q)
+
+
 def test_a_schedule_does_not_lift_what_its_path_asks_for():
     """wgmma compiles for other architectures too, into a trap."""
     problem = problem_of()
@@ -235,7 +327,7 @@ def test_work_items_cover_the_output(size: tuple[int, int], layout: str, path: s
             down = -(-problem.p // (steps * g.tile_p))
             across, uneven = divmod(per_image, down)
             assert rest == uneven == 0
-            assert (across - 1) * g.tile_q < problem.q <= across * g.tile_q
+            assert (across - 1) * g.item_q < problem.q <= across * g.item_q
             assert g.oc_tiles * schedule.tile_oc >= problem.o
 
 

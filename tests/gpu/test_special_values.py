@@ -83,11 +83,12 @@ def test_in_x(machine, generator, variant: str, layout: str, path: str):
 
 
 @everywhere
+@laid_out
 @pytest.mark.parametrize("activations", [("relu6", "gelu"), ("silu", "relu"), ("gelu_tanh", "hardswish")], ids="-".join)
 @pytest.mark.parametrize("variant", ["fp32", "bf16"])
-def test_in_x_with_activations(machine, generator, variant: str, activations, path: str):
+def test_in_x_with_activations(machine, generator, variant: str, activations, layout: str, path: str):
     """relu6 makes Inf finite again; gelu of -Inf is NaN as in PyTorch."""
-    problem = small(variant, "contiguous", *activations)
+    problem = small(variant, layout, *activations)
     tensors = draw(problem, generator)
     for value in (math.nan, math.inf, -math.inf):
         place(tensors[0], value, 3, generator)

@@ -1,0 +1,125 @@
+"""The depthwise stage on tensor cores, in each way that its kernels are cut, against float64, NaN and Inf too."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cutlass_sep import op
+from cutlass_sep.bench.inputs import options
+from cutlass_sep.problem import SeparableConv2dProblem
+from cutlass_sep.schedule import Geometry, Schedule, check
+
+from . import accuracy
+from .calls import Poisoned, draw, make_problem
+from .test_special_values import compare, place
+
+
+class Cut(NamedTuple):
+    """A schedule's fields that differ, and a layer with sizes that leave tiles, passes and channel groups ragged."""
+
+    name: str
+    schedule: dict
+    layer: dict
+
+
+ROW = {"h": 1, "w": 203, "kernel": (1, 9), "padding": (0, 4)}
+CUTS = [
+    # One pass over the channels: rows of x in the ring.
+    Cut("rows", {"warps_q": 2, "warpgroups": 3, "row_slots": 16}, {"c": 40, "o": 24, "h": 23, "w": 37}),
+    Cut("rows-stride2", {"warps_q": 2, "warpgroups": 2, "row_slots": 20}, {"c": 64, "o": 64, "stride": 2, "w": 51}),
+    Cut("rows-7x7", {"warps_q": 1, "warpgroups": 2, "row_slots": 24}, {"c": 24, "o": 40, "kernel": 7, "padding": 3}),
+    Cut("rows-dilated", {"warps_q": 2, "warpgroups": 2, "row_slots": 24},
+        {"c": 64, "o": 16, "dilation": (2, 3), "padding": (2, 3), "w": 40}),
+    # Several: windows.
+    Cut("windows", {"warps_q": 1, "warpgroups": 2}, {"c": 200, "o": 136, "h": 19, "w": 21}),
+    Cut("windows-wide", {"tile_oc": 256, "warps_q": 2, "warpgroups": 2, "row_slots": 1}, {"c": 136, "o": 264}),
+    Cut("windows-alone", {"warps_q": 2, "warpgroups": 1, "weight_slots": 1, "row_slots": 1}, {"c": 104, "o": 40}),
+    Cut("windows-resident", {"warps_q": 1, "warpgroups": 2, "weight_slots": 3}, {"c": 136, "o": 56, "n": 3}),
+    Cut("windows-two-atoms", {"slot_channels": 128, "warps_q": 2, "warpgroups": 3}, {"c": 328, "o": 72}),
+    Cut("windows-even", {"warps_q": 4, "warpgroups": 2},
+        {"c": 72, "o": 64, "kernel": (2, 4), "stride": (2, 1), "padding": "valid", "w": 70}),
+    Cut("windows-5x5", {"warps_q": 2, "warpgroups": 2},
+        {"c": 96, "o": 96, "kernel": 5, "padding": 2, "h": 14, "w": 14}),
+    Cut("windows-7x7-maps", {"warps_q": 1, "warpgroups": 2}, {"c": 192, "o": 64, "h": 7, "w": 7, "n": 5}),
+    # The warpgroups take the passes in turn.
+    Cut("split", {"warps_q": 1, "warpgroups": 2, "split_channels": True},
+        {"c": 328, "o": 72, "h": 7, "w": 9, "n": 140}),
+    Cut("split3", {"warps_q": 2, "warpgroups": 3, "split_channels": True, "row_slots": 1, "weight_slots": 2},
+        {"c": 456, "o": 40, "h": 14, "w": 14}),
+    Cut("split-resident", {"warps_q": 1, "warpgroups": 2, "split_channels": True, "weight_slots": 3},
+        {"c": 168, "o": 24, "n": 150, "h": 8, "w": 8}),
+    # Maps of one row.
+    Cut("row", {"side_by_side": True, "warps_q": 4, "warpgroups": 2}, ROW | {"c": 264, "o": 136}),
+    Cut("row-long", {"side_by_side": True, "warps_q": 4, "warpgroups": 2},
+        ROW | {"c": 72, "o": 64, "kernel": (1, 63), "padding": (0, 31)}),
+    Cut("row-dilated", {"warps_q": 4, "warpgroups": 1, "row_slots": 3},
+        ROW | {"c": 72, "o": 64, "kernel": (1, 43), "dilation": (1, 2), "padding": "same"}),
+    Cut("row-stride2", {"warps_q": 4, "warpgroups": 1}, ROW | {"c": 136, "o": 64, "stride": (1, 2)}),
+    Cut("row-one-pass", {"side_by_side": True, "warps_q": 4, "warpgroups": 3}, ROW | {"c": 64, "o": 96}),
+    Cut("row-split", {"split_channels": True, "warps_q": 4, "warpgroups": 2}, ROW | {"c": 200, "o": 64}),
+]  # fmt: skip
+cuts = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
+
+
+def cut_problem(cut: Cut, variant: str, **more) -> tuple[SeparableConv2dProblem, Schedule]:
+    fields = {"n": 2, "h": 30, "w": 33, "kernel": 3, "padding": 1} | cut.layer | more
+    problem = make_problem(variant, "channels_last", **fields)
+    tile_oc = next(oc for oc in (16, 32, 64, 96, 128, 192, 256) if oc >= min(problem.o, 128))
+    base = {"path": "sm90", "tile_oc": tile_oc, "slot_channels": 64, "blocks": 1, "row_slots": 2, "weight_slots": 2}
+    schedule = Schedule(**base | {"mma_q": 16 if problem.p == 1 else 8} | cut.schedule)
+    return problem, schedule
+
+
+def run(machine, problem: SeparableConv2dProblem, schedule: Schedule, tensors: tuple, out: torch.Tensor | None = None):
+    if not (support := check(problem, schedule, machine.arch)):
+        pytest.skip(f"{machine.arch}: {support.reason}") if machine.arch != "sm_90a" else pytest.fail(support.reason)
+    operator = op.DepthwiseSeparableConv2d(
+        *tensors, **options(problem), path="sm90", schedule=schedule, arch=machine.arch
+    )
+    return operator.run(*tensors, out=out)
+
+
+def test_the_cuts_are_what_their_names_say():
+    for cut in CUTS:
+        problem, schedule = cut_problem(cut, "bf16")
+        g = Geometry(problem, schedule)
+        assert check(problem, schedule, "sm_90a"), cut
+        assert g.march == (cut.name.startswith("rows") or cut.name == "row-one-pass"), cut
+        assert (g.slot_rows == 1) == cut.name.startswith("row"), cut
+        assert ("split" in cut.name) == schedule.split_channels, cut
+        # The last tile, pass or group of channels is ragged somewhere.
+        ragged = (problem.q % g.tile_q, problem.p % g.tile_p, problem.c % 64, problem.o % schedule.tile_oc)
+        assert any(ragged), cut
+
+
+@cuts
+@pytest.mark.parametrize("variant", ["bf16", "fp16"])
+def test_values(machine, generator: torch.Generator, variant: str, cut: Cut):
+    problem, schedule = cut_problem(cut, variant, mid_activation="relu6", activation="silu")
+    tensors = draw(problem, generator)
+    out = Poisoned.like(problem, machine.device)
+    run(machine, problem, schedule, tensors, out.tensor)
+    out.check()
+    accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+
+
+@cuts
+def test_values_that_are_not_finite(machine, generator: torch.Generator, cut: Cut):
+    """Zeros of the diagonals turn them to NaN in other channels of their pixel, which must not show."""
+    problem, schedule = cut_problem(cut, "bf16", mid_activation="relu6", activation="silu")
+    tensors = draw(problem, generator)
+    for value in (math.nan, math.inf, -math.inf):
+        place(tensors[0], value, 2, generator)
+    compare(problem, tensors, run(machine, problem, schedule, tensors))
+    for which in (1, 3):  # a tap, a bias of the depthwise convolution
+        tensors = draw(problem, generator)
+        place(tensors[which], math.inf, 1, generator)
+        # Near the border a tap lies on padding; backends differ on whether Inf * 0 counts there.
+        spans = zip(problem.dilation, problem.kernel, problem.y_shape[2:], strict=True)
+        inner = [slice(d * (k - 1), extent - d * (k - 1)) for d, k, extent in spans]
+        where = (..., *inner) if which == 1 else (...,)
+        compare(problem, tensors, run(machine, problem, schedule, tensors), where)
