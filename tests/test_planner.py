@@ -66,9 +66,11 @@ def test_the_lead_shape_runs_on_sm90(variant):
     problem = inputs.variant(inputs.lead(), *variant).problem
     chosen = plan(problem, ARCH)
     assert chosen.path == "sm90"
-    # What was measured to be best: all output channels in a tile, two blocks, slots for the windows of all warpgroups.
+    # What was measured to be best: all output channels in a tile, slots for the windows of all warpgroups; two blocks,
+    # or the depthwise stage on tensor cores.
     g = Geometry(problem, chosen.schedule)
-    assert (g.oc_tiles, chosen.schedule.blocks) == (1, 2)
+    diagonal = problem.element_size == 2 and problem.layout == "channels_last"
+    assert (g.oc_tiles, chosen.schedule.blocks, chosen.schedule.mma_q) == ((1, 1, 8) if diagonal else (1, 2, 0))
     assert chosen.schedule.row_slots >= g.window_rows(g.tiles_down * g.tile_p)
 
 
@@ -86,7 +88,7 @@ def test_early_and_slim_layers_run_kernels(name, variant):
 @pytest.mark.parametrize(
     "variant", [("bfloat16", "channels_last", None), ("float32", "channels_last", "tf32")], ids=str
 )
-@pytest.mark.parametrize("name", ["mobilenetv1.4.1.ds", "xception41.12.conv3", "xception41.2.conv3"])
+@pytest.mark.parametrize("name", ["xception41.11.conv3", "xception41.12.conv3", "xception41.2.conv3"])
 def test_wide_late_layers_run_pytorch(name, variant):
     problem = layer(name, variant)
     chosen = plan(problem, ARCH)

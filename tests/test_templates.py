@@ -24,7 +24,7 @@ from cutlass_sep.compiler import Cubin
 from cutlass_sep.errors import CompileError
 from cutlass_sep.planner import candidates
 from cutlass_sep.problem import ACTIVATIONS, Problem
-from cutlass_sep.schedule import Schedule
+from cutlass_sep.schedule import Geometry, Schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,6 +53,7 @@ def rendered(
 #: Arguments of `rendered`: every translation unit that there is.
 UNITS = {
     "sm90": ("sm90",),
+    "sm90-diagonal": ("sm90", "bf16", "channels_last", replace(LEAD, c=256)),
     "portable": ("portable",),
     "fused": ("sm90", "bf16", "contiguous", LEAD_BLOCK, "sm_90a", "fused"),
     "two_kernel-sm90": ("sm90", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
@@ -206,6 +207,14 @@ class Build:
         """Names of the kernels behind pack_weights."""
         return {None: {"separable2d"}, "fused": {"block1d"}, "two_kernel": {"expand", "project"}}[self.form]
 
+    @property
+    def depthwise_by_mma(self) -> set[str]:
+        """Those of them whose depthwise stage is on tensor cores."""
+        chosen = self.chosen
+        if self.form == "two_kernel":  # the first has none
+            return {"project"} if chosen.project.mma_q else set()
+        return self.mains if self.form == "fused" or chosen.mma_q else set()
+
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
 
@@ -239,6 +248,11 @@ SM90 = [
     *(Build("sm_90a", kind, layout, path="sm90") for kind in KINDS for layout in LAYOUTS),
     Build("sm_90a", "ieee", "channels_last", BLOCK, path="sm90"),
     Build("sm_90a", "bf16", "channels_last", WIDE, path="sm90"),
+    Build("sm_90a", "bf16", "channels_last", replace(WIDE, c=728, o=728, h=38, w=38), path="sm90"),
+    Build("sm_90a", "fp16", "channels_last", replace(BLOCK, c=256, o=512, h=28, w=28, stride=2), path="sm90"),
+    Build("sm_90a", "fp16", "channels_last", replace(WIDE, kernel=(7, 7), padding=3), path="sm90"),
+    Build("sm_90a", "bf16", "channels_last", replace(WIDE, c=1152, o=192, h=7, w=7), path="sm90"),
+    Build("sm_90a", "bf16", "channels_last", replace(LONG, w=840, kernel=(1, 63), padding=(0, 31)), path="sm90"),
 ]
 SHORT_BLOCK = Block(c=40, e=72, l=96, kernel=4, dilation=3, activation="hardswish", expand_bias=False)
 ODD_BLOCK = Block(c=37, e=53, l=101, kernel=6, activation="relu6", project_bias=False)
@@ -253,6 +267,7 @@ TWO_KERNEL = [
         Build("sm_90a", kind, LAYOUTS[i % 2], LEAD_BLOCK, path="sm90", form="two_kernel")
         for i, kind in enumerate(("ieee", "tf32", "bf16", "fp16"))
     ),
+    Build("sm_90a", "bf16", "channels_last", replace(LEAD_BLOCK, kernel=31), path="sm90", form="two_kernel"),
 ]
 FUSED = [
     Build("sm_90a", "fp16", "contiguous", LEAD_BLOCK, path="sm90", form="fused"),
@@ -278,6 +293,11 @@ MMA = {
         "fp16": r"HMMA\.16816\.F32 ",
         "bf16": r"HMMA\.16816\.F32\.BF16 ",
     },
+}
+#: Those of a depthwise stage on tensor cores: for two taps, and for the odd one.
+DEPTHWISE_MMA = {
+    "fp16": [r"HMMA\.16816\.F32 ", r"HMMA\.1688\.F32 "],
+    "bf16": [r"HMMA\.16816\.F32\.BF16 ", r"HMMA\.1688\.F32\.BF16 "],
 }
 
 
@@ -308,12 +328,12 @@ def test_code(build: Build, tmp_path: Path):
     cubin = build.cubin()
     assert set(cubin.resources) == {"pack_weights", *build.mains}
     text = sass(cubin, tmp_path)
-    wanted = [MMA[build.path][build.kind]]
-    if build.form == "fused":  # its depthwise stage
-        wanted.append(MMA["portable"][build.kind])
     codes = functions(text)
     assert set(codes) == set(cubin.resources)
     for main in build.mains:
+        wanted = [MMA[build.path][build.kind]]
+        if main in build.depthwise_by_mma:
+            wanted += DEPTHWISE_MMA[build.kind] if build.form != "fused" else DEPTHWISE_MMA[build.kind][:1]
         used = [line for line in codes[main].splitlines() if re.search(r"\bHG?MMA\b", line)]
         assert all(any(re.search(instruction, line) for line in used) for instruction in wanted)
         assert not [line for line in used if not any(re.search(instruction, line) for instruction in wanted)]
@@ -334,6 +354,14 @@ def test_code(build: Build, tmp_path: Path):
         # y: 16 bytes of output channels a lane.
         if vectors and build.kind in ("fp16", "bf16") and build.chosen.tile_oc % 32 == 0:
             assert "STG.E.128" in text
+
+
+def test_forms_of_the_sm90_kernel():
+    """The sample above holds the depthwise stage by FMA and on tensor cores; rows, windows and split channels there."""
+    chosen = [(build.problem, build.chosen) for build in SM90]
+    forms = {(s.mma_q, s.split_channels, Geometry(p, s).march) for p, s in chosen if s.mma_q}
+    assert forms >= {(8, False, True), (8, False, False), (8, True, False), (16, False, False)}
+    assert any(not s.mma_q for _, s in chosen)
 
 
 def test_forms_of_the_portable_kernel():
