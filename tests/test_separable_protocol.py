@@ -28,13 +28,13 @@ class EmptyBarrier(Barrier):
 
     def __init__(self, arrivals: int):
         super().__init__(arrivals)
-        self._arrived: list[set] = [set()]  # by phase
+        self._come: set[tuple[int, int]] = set()
 
     def arrive_as(self, warp: tuple[int, int]) -> None:
-        assert warp not in self._arrived[-1], f"warp {warp} is counted twice in a round"
-        self._arrived[-1].add(warp)
-        if len(self._arrived[-1]) == self._arrivals:
-            self._arrived.append(set())
+        assert warp not in self._come, f"warp {warp} is counted twice in a round"
+        self._come.add(warp)
+        if len(self._come) == self._arrivals:
+            self._come = set()
         self.arrive()
 
 
