@@ -45,6 +45,10 @@ class NamedBarrier:
         self._come: set[tuple[int, int]] = set()
         self._rounds = 0
 
+    @property
+    def idle(self) -> bool:
+        return not self._come
+
     def arrive(self, warp: tuple[int, int]) -> None:
         assert warp not in self._come, f"warp {warp} is counted twice in a round"
         self._come.add(warp)
@@ -200,7 +204,7 @@ class Machine(protocol.Machine):
                     for _ in range(g.chunks):
                         yield from skip(item)
                     continue
-                sums: list[tuple[int, int]] = []
+                sums = [(-1, -1)]  # whatever the registers held
                 for chunk in range(g.chunks):
                     if s.split_channels and chunk % s.warpgroups != warpgroup:
                         yield from skip(item)
@@ -246,6 +250,7 @@ def run(machine: Machine, seed: int) -> None:
     """One block of a launch: see `protocol.run`. All warps of all tiles inside have all passes, once."""
     protocol.run(machine, seed)
     g = machine.g
+    assert all(barrier.idle for barrier in machine.given_full + machine.given_free), "a barrier outlives the warps"
     places = [
         (item.index, step, beside, warp, [(item.index, chunk) for chunk in range(g.chunks)])
         for item in machine.items
