@@ -1,89 +1,17 @@
 """The fused block's barriers under random interleavings: no warp waits for ever, nothing is overwritten while read.
 
-Each warp is a generator that waits, arrives, reads and writes in the order of templates/block1d_sm90.cuh (structs
-Expand, Depthwise and Project): whoever changes it there changes it here. Warps advance in random order, some much more
-slowly than others. TMA completes in any order, wgmma in the order of its warpgroup. A wait sees the parity of a
-barrier's phase alone.
+The warps do what structs Expand, Depthwise and Project of templates/block1d_sm90.cuh do: whoever changes it there
+changes it here.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+import protocol
 import pytest
-
-#: What a warp cannot go on without; None: a moment passes.
-Wait = Callable[[], bool] | None
-Warp = Generator[Wait, None, None]
-
-
-class Barrier:
-    """An mbarrier: a phase ends with its last arrival."""
-
-    def __init__(self, arrivals: int):
-        self._arrivals = self._pending = arrivals
-        self._phase = 0
-
-    def arrive(self) -> None:
-        self._pending -= 1
-        if not self._pending:
-            self._phase, self._pending = self._phase + 1, self._arrivals
-
-    def wait(self, parity: int) -> Wait:
-        return lambda: self._phase % 2 != parity % 2
-
-
-class Memory:
-    """Shared memory that is filled and read as a whole; `readers`: wgmma that have not completed."""
-
-    def __init__(self):
-        self.data, self.readers = None, 0
-
-    def write(self, data) -> None:
-        assert not self.readers, f"{data} overwrites {self.data}, which is read"
-        self.data = data
-
-    def read(self, data) -> None:
-        assert self.data == data, f"{data} was to be read, {self.data} is there"
-
-
-class Warpgroup:
-    """Four warps that issue wgmma together."""
-
-    def __init__(self):
-        self._arrived = self._issued = self._done = 0
-        self._pending: list[Callable[[], None]] = []
-
-    def _together(self) -> Warp:
-        """wgmma starts when all warps have come."""
-        self._arrived += 1
-        all_here = -(-self._arrived // 4) * 4
-        yield lambda: self._arrived >= all_here
-
-    def issue(self, warp: int, operands: list[tuple[Memory, object]]) -> Warp:
-        yield from self._together()
-        if warp == 0:
-            for memory, data in operands:
-                memory.read(data)
-                memory.readers += 1
-            self._issued += 1
-            self._pending.append(lambda: self._complete(operands))
-        yield from self._together()
-
-    def _complete(self, operands: list[tuple[Memory, object]]) -> None:
-        for memory, data in operands:
-            memory.read(data)
-            memory.readers -= 1
-        self._done += 1
-
-    def wait(self, left: int) -> Wait:
-        target = self._issued - left
-        return lambda: self._done >= target
-
-    def events(self) -> list[Callable[[], None]]:
-        return [lambda: self._pending.pop(0)()] if self._pending else []
+from protocol import Barrier, Memory, Warp, Warpgroup
 
 
 @dataclass(frozen=True)
@@ -100,14 +28,14 @@ class Shape:
     hidden_slots: int = 3
 
 
-class Machine:
+class Machine(protocol.Machine):
     """The shared memory, the barriers and the warps of a block."""
 
     def __init__(self, shape: Shape):
+        super().__init__(warpgroups=3)  # of the first GEMM; of the second
         s = self.shape = shape
         self.chunks = s.tiles * s.chunks  # numbered through all tiles
         self.done: list[tuple[int, int]] = []  # (tile, warp of the project warpgroups)
-        self._copies: list[Callable[[], None]] = []
 
         def ring(slots: int, arrivals: int) -> list[Barrier]:
             return [Barrier(arrivals) for _ in range(slots)]
@@ -123,24 +51,8 @@ class Machine:
         self.project_weights = [Memory() for _ in range(s.project_slots)]
         self.taps = [Memory() for _ in range(s.hidden_slots)]
         self.rows = [[Memory() for _ in range(4)] for _ in range(s.hidden_slots)]  # 16 channels each
-        self.warpgroups = [Warpgroup() for _ in range(3)]  # of the first GEMM; of the second
         self.warps = [self.expand(warp) for warp in range(4)] + [self.depthwise(warp) for warp in range(4)]
         self.warps += [self.project(warp) for warp in range(8)]
-
-    def copy(self, memory: Memory, full: Barrier, data) -> None:
-        """TMA: the memory holds nothing that can be read until it has completed."""
-        memory.write(("incoming", data))
-
-        def complete() -> None:
-            memory.write(data)
-            full.arrive()
-
-        self._copies.append(complete)
-
-    def events(self) -> list[Callable[[], None]]:
-        """What the hardware may complete next."""
-        copies = [lambda i=i: self._copies.pop(i)() for i in range(len(self._copies))]
-        return copies + [event for group in self.warpgroups for event in group.events()]
 
     def load_expand(self, i: int) -> None:
         slot = i % self.shape.expand_slots
@@ -258,25 +170,9 @@ class Machine:
 
 
 def run(shape: Shape, seed: int) -> None:
-    """One launch. AssertionError where it stops, overwrites or reads what is not there."""
-    random_ = random.Random(seed)
+    """One launch: see `protocol.run`."""
     machine = Machine(shape)
-    waits: dict[int, Wait] = dict.fromkeys(range(len(machine.warps)))
-    slowness = [random_.choice((1, 1, 4, 16)) for _ in waits]
-    hardware = random_.choice((1, 1, 4, 16))
-    while waits:
-        able = [warp for warp, wait in waits.items() if wait is None or wait()]
-        events = machine.events()
-        assert able or events, f"warps {sorted(waits)} wait for ever"
-        weights = [1 / slowness[warp] for warp in able] + [1 / hardware] * bool(events)
-        (chosen,) = random_.choices([*able, *["event"] * bool(events)], weights)
-        if chosen == "event":
-            random_.choice(events)()
-            continue
-        try:
-            waits[chosen] = next(machine.warps[chosen])
-        except StopIteration:
-            del waits[chosen]
+    protocol.run(machine, seed)
     assert sorted(machine.done) == [(tile, warp) for tile in range(shape.tiles) for warp in range(8)]
 
 

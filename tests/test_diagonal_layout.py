@@ -1,0 +1,267 @@
+"""The separable kernel with depthwise outputs by mma.sync, emulated lane by lane: the same values as the convolutions.
+
+By hand from templates/diagonal_depthwise.cuh, pack_weights.cuh and separable2d_sm90.cuh: whoever changes an offset
+there changes it here. Values are small integers, so that every sum is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import problem_of
+from separable import Case
+
+from cutlass_sep.schedule import Geometry, Schedule, check, round_up
+
+LANE = np.arange(32)
+#: A lane's row and pair of columns in fragments.
+G, T = LANE // 4, LANE % 4
+#: Row of a 16 x 16 A or a 16 x 8 D that register pair `h` of a lane has; column of its first element in each 8.
+FRAGMENT_ROW = [G, G + 8]
+
+
+def swizzled(byte: np.ndarray | int) -> np.ndarray | int:
+    """TMA's 128-byte swizzle: 16-byte units of a row of 128 bytes are turned by the row."""
+    return byte ^ (byte >> 7 & 7) << 4
+
+
+class Shared:
+    """Shared memory of 16-bit values; NaN where nothing was written."""
+
+    def __init__(self, size: int):
+        self.values = np.full(size // 2, np.nan)
+
+    def write(self, byte: np.ndarray, values: np.ndarray) -> None:
+        self.values[byte // 2] = values
+
+    def read(self, byte: np.ndarray) -> np.ndarray:
+        return self.values[byte // 2]
+
+
+def channel_of_k(g: Geometry, k: np.ndarray) -> np.ndarray:
+    return k // 8 * 8 + (k % 8 + 32 - k // 8 * 2) % 8 if g.problem.depthwise else k
+
+
+def pack_pointwise(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> Shared:
+    """pack_weights: a stage's K-major operand."""
+    s = g.schedule
+    stage = Shared(g.pointwise_weight_bytes)
+    row, k = np.mgrid[: s.tile_oc, : s.slot_channels]
+    c, o = chunk * s.slot_channels + k // 32 * 32 + channel_of_k(g, k % 32), oc_tile * s.tile_oc + row
+    inside = (c < g.problem.c) & (o < g.problem.o)
+    byte = k % 64 * 2
+    target = k // 64 * s.tile_oc * 128 + row * 128 + ((byte >> 4 ^ row & 7) << 4) + (byte & 15)
+    stage.write(target, np.where(inside, weight[np.where(inside, o, 0), np.where(inside, c, 0)], 0))
+    return stage
+
+
+def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
+    """DiagonalTaps::pack: [32 channels][pair][lane][tap of the pair], the last pair the biases."""
+    s, taps = g.schedule, weight.shape[1]
+    pairs = -(-taps // 2)
+    table = np.zeros((s.slot_channels // 32, pairs + 1, 32, 2))
+    channel_of_lane = (G // 2 - T & 3) * 8 + 2 * T + G % 2
+    for group in range(len(table)):
+        first = chunk * s.slot_channels + 32 * group
+        for lane in range(32):
+            if first + lane < g.problem.c:
+                table[group, pairs, lane, 0] = bias[first + lane]
+            if (c := first + channel_of_lane[lane]) < g.problem.c:
+                for tap in range(taps):
+                    table[group, tap // 2, lane, tap % 2] = weight[c, tap]
+    return table
+
+
+def load_window(g: Geometry, shared: Shared, base: int, x: np.ndarray, first: tuple[int, int], chunk: int, rows: int):
+    """TMA: a box of `rows` x columns pixels from (h, w) on for each 64 channels, with zeros outside x [H,W,C]."""
+    atom_bytes = round_up(rows * g.columns * 128, 1024)
+    r, col, c = np.mgrid[:rows, : g.columns, : g.schedule.slot_channels]
+    h, w, channel = first[0] + r, first[1] + col, chunk * g.schedule.slot_channels + c
+    inside = (h >= 0) & (h < x.shape[0]) & (w >= 0) & (w < x.shape[1]) & (channel < x.shape[2])
+    byte = base + c // 64 * atom_bytes + (r * g.columns + col) * 128 + c % 64 * 2
+    shared.write(
+        swizzled(byte),
+        np.where(inside, x[np.where(inside, h, 0), np.where(inside, w, 0), np.where(inside, channel, 0)], 0),
+    )
+
+
+class Rows:
+    """RingRows, or WindowRows where one slot holds the window: addresses of its rows."""
+
+    def __init__(self, g: Geometry, first_slot: int, first_row: int):
+        whole = g.slot_rows > 1
+        self.g, self.whole = g, whole
+        self.first = first_slot if whole else first_slot + first_row
+        self.atom_bytes = round_up((g.slot_rows if whole else 1) * g.columns * 128, 1024)
+
+    def address(self, r: int) -> int:
+        if self.whole:
+            return self.first * self.g.slot_bytes + r * self.g.columns * 128
+        return (self.first + r) % self.g.schedule.row_slots * self.g.slot_bytes
+
+    def phase(self, r: int) -> int:
+        return r * self.g.columns % 8 if self.whole else 0
+
+
+def ldmatrix(g: Geometry, shared: Shared, rows: Rows, pixel: int, row: int, column: int, group: int) -> np.ndarray:
+    """DiagonalDepthwise::load: [4 groups of 8 channels][lane][2 values]. `pixel`: the warp's first."""
+    own = pixel + LANE % 8 * g.problem.stride[1]
+    offset = own * 128 + ((LANE // 8 ^ (own + (rows.phase(row) + column) % 8)) & 7) * 16
+    address = rows.address(row) + group // 2 * rows.atom_bytes + (offset ^ group % 2 * 64) + column * 128
+    assert not np.any(address % 16)
+    matrices = shared.read(address[:, None] + 2 * np.arange(8)).reshape(
+        4, 8, 8
+    )  # lane 8j + r addresses row r of matrix j
+    return matrices[:, G[:, None], 2 * T[:, None] + [0, 1]]
+
+
+def mma(a: list[np.ndarray], b: list[np.ndarray], d: np.ndarray) -> None:
+    """mma.sync 16 x 8 x 8 len(b), in place. a: [lane][2] of rows g and g + 8 for each 8 k; d: [h][lane][2]."""
+    depth = 8 * len(b)
+    left, right = np.zeros((16, depth)), np.zeros((depth, 8))
+    for k in range(len(b)):
+        for h in range(2):
+            left[FRAGMENT_ROW[h][:, None], 8 * k + 2 * T[:, None] + [0, 1]] = a[2 * k + h]
+        right[8 * k + 2 * T[:, None] + [0, 1], G[:, None]] = b[k]
+    result = left @ right
+    for h in range(2):
+        d[h] += result[FRAGMENT_ROW[h][:, None], 2 * T[:, None] + [0, 1]]
+
+
+def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.ndarray, group: int) -> np.ndarray:
+    """DiagonalDepthwise::compute: the A fragments [instruction][block][register][lane][2] of 32 channels."""
+    p, s = g.problem, g.schedule
+
+    @cache
+    def matrix(tap: int, b: int, h: int) -> np.ndarray:
+        pixel_p, pixel_q = (2 * b + h, 0) if s.mma_q == 8 else (b, 8 * h)
+        row = pixel_p * p.stride[0] + tap // p.kernel[1] * p.dilation[0]
+        return ldmatrix(g, shared, rows, pixel, row, pixel_q * p.stride[1] + tap % p.kernel[1] * p.dilation[1], group)
+
+    fragment = np.zeros((2, s.blocks, 4, 32, 2))
+    for b in range(s.blocks):
+        if not p.depthwise:
+            for h in range(2):
+                for j, values in enumerate(matrix(0, b, h)):
+                    fragment[j // 2, b, j % 2 * 2 + h] = values
+            continue
+        taps, pairs = math.prod(p.kernel), table.shape[1] - 1
+        for j in range(4):
+            k = channel_of_k(g, 8 * j + 2 * T)
+            d = np.stack([table[group, pairs, k[:, None] + [0, 1], 0]] * 2)
+            mine = j == (G // 2 - T) % 4
+            for pair in range(pairs):
+                own = range(2 * pair, min(2 * pair + 2, taps))
+                right = []
+                for i in range(len(own)):
+                    word = np.zeros((32, 2))
+                    word[LANE, G % 2] = np.where(mine, table[group, pair, LANE, i], 0)
+                    right.append(word)
+                mma([matrix(tap, b, h)[j] for tap in own for h in range(2)], right, d)
+            for h in range(2):
+                fragment[j // 2, b, j % 2 * 2 + h] = d[h]
+    return fragment
+
+
+def wgmma(fragment: np.ndarray, weights: Shared, g: Geometry, instruction: int) -> np.ndarray:
+    """A warp's rows of one instruction: [block][16][tile_oc]."""
+    n, k = np.mgrid[: g.schedule.tile_oc, :16]
+    offset = instruction // 4 * g.schedule.tile_oc * 128 + instruction % 4 * 32
+    right = weights.read(swizzled(offset + n * 128 + k * 2))
+    left = np.zeros((g.schedule.blocks, 16, 16))
+    for i in range(4):
+        left[:, FRAGMENT_ROW[i % 2][:, None], i // 2 * 8 + 2 * T[:, None] + [0, 1]] = fragment[:, i]
+    return left @ right.T
+
+
+def warp_places(g: Geometry, down: int) -> list[tuple[int, int]]:
+    """First pixel (p, q) of each warp's tile within a work item of `down` warpgroup tiles below each other."""
+    s = g.schedule
+    return [
+        (step * g.tile_p + warp // s.warps_q * g.warp_p, beside * g.tile_q + warp % s.warps_q * g.warp_q)
+        for step in range(down)
+        for beside in range(s.warpgroups if s.side_by_side else 1)
+        for warp in range(4)
+    ]
+
+
+def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np.ndarray) -> np.ndarray:
+    """y [P,Q,O] of one image x [H,W,C]. Of a strip that is marched down, the window of one step lies in the ring."""
+    p, s = g.problem, g.schedule
+    y = np.full((p.p, p.q, p.o), np.nan)
+    down = 1 if g.march else g.tiles_down
+    tops, strips = range(0, p.p, down * g.tile_p), range(0, p.q, g.item_q)
+    for oc_tile, top, left, chunk in product(range(g.oc_tiles), tops, strips, range(g.chunks)):
+        table, stage = pack_taps(g, dw, bias, chunk), pack_pointwise(g, pw, oc_tile, chunk)
+        shared = Shared(s.row_slots * g.slot_bytes)
+        first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left
+        slot = (top + chunk) % s.row_slots  # where the ring has come to
+        for i in range(0, g.window_rows(down * g.tile_p), g.slot_rows):
+            base = (slot + i // g.slot_rows) % s.row_slots * g.slot_bytes
+            load_window(g, shared, base, x, (first[0] + i, first[1]), chunk, g.slot_rows)
+        channels = min(s.slot_channels, p.c - chunk * s.slot_channels)
+        for warp_p, warp_q in warp_places(g, down):
+            row = warp_p * p.stride[0]
+            pixel = warp_q * p.stride[1] + (row * g.columns if g.slot_rows > 1 else 0)
+            rows, sums = Rows(g, slot, row), 0
+            for group in range(-(-channels // 32)):
+                for i, fragment in enumerate(depthwise(g, shared, rows, pixel, table, group)):
+                    sums = sums + wgmma(fragment, stage, g, 2 * group + i)
+            add(g, y, sums, top + warp_p, left + warp_q, oc_tile * s.tile_oc, chunk == 0)
+    return y
+
+
+def add(g: Geometry, y: np.ndarray, sums: np.ndarray, top: int, left: int, oc: int, first: bool) -> None:
+    """Sm90Epilogue::store, pass by pass: boxes of mma_q columns, clipped at the ends of y."""
+    columns = g.schedule.mma_q
+    for b, m in np.ndindex(g.schedule.blocks, 16):
+        p, q = top + b * (16 // columns) + m // columns, left + m % columns
+        if p < y.shape[0] and q < y.shape[1]:
+            own = y[p, q, oc : oc + g.schedule.tile_oc]
+            own[:] = sums[b, m, : len(own)] + (0 if first else own)
+
+
+def random_geometry(draw: random.Random) -> Geometry:
+    """A small layer under any legal schedule with mma_q."""
+    while True:
+        kernel = draw.choice([(1, 1), (3, 3), (2, 4), (5, 2), (1, 5)])
+        dilation = draw.choice([(1, 1), (1, 1), (2, 3), (4, 1)])
+        span = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+        case = Case(
+            n=1, c=8 * draw.randint(1, 17), o=8 * draw.randint(1, 3), h=draw.randint(1, 7), w=draw.randint(1, 11),
+            kernel=kernel, stride=(draw.randint(1, 3), draw.randint(1, 3)),
+            padding=tuple(s // 2 + draw.randint(s % 2, 2) for s in span), dilation=dilation, pw_bias=False,
+        )  # fmt: skip
+        problem = problem_of(case, "bf16", "channels_last")
+        if kernel == (1, 1) and draw.random() < 0.5:
+            problem = replace(problem, depthwise=False, dw_bias=False)
+        schedule = Schedule(
+            "sm90", draw.choice((8, 16, 64)), draw.choice((64, 128, 192)), draw.choice((1, 1, 2)),
+            draw.choice((1, 2, 4)), draw.choice((1, 2, 3)), draw.choice((1, 3, 20)), 1,
+            side_by_side=draw.random() < 0.4, split_channels=draw.random() < 0.3, mma_q=draw.choice((8, 16)),
+        )  # fmt: skip
+        if check(problem, schedule, "sm_90a"):
+            return Geometry(problem, schedule)
+
+
+@pytest.mark.parametrize("first", range(0, 24, 4))
+def test_emulated_values(first: int):
+    for seed in range(first, first + 4):
+        g = random_geometry(random.Random(seed))
+        p, values = g.problem, np.random.default_rng(seed)
+        x, pw = values.integers(-4, 5, (p.h, p.w, p.c)), values.integers(-4, 5, (p.o, p.c))
+        dw = values.integers(-4, 5, (p.c, math.prod(p.kernel))) if p.depthwise else np.ones((p.c, 1), int)
+        bias = values.integers(-4, 5, p.c) * p.dw_bias
+        padded = F.pad(torch.tensor(x).permute(2, 0, 1), (*p.padding[2:], *p.padding[:2]))
+        kernel = torch.tensor(dw).view(p.c, 1, *p.kernel)
+        m = F.conv2d(padded, kernel, torch.tensor(bias), p.stride, 0, p.dilation, groups=p.c)
+        expected = np.einsum("oc,cpq->pqo", pw, m.numpy())
+        np.testing.assert_array_equal(emulate(g, x, dw, pw, bias), expected, err_msg=f"{p}, {g.schedule}")
