@@ -255,7 +255,7 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     geometry = FusedGeometry(p, _least_tile(p))
     if geometry.positions > MOST_POSITIONS:
         return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {MOST_POSITIONS}"
-    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or geometry.tiles >= 2**31:
+    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or geometry.tiles >= separable.MOST_ITEMS:
         return "kernels count in 32 bits"
     return None
 

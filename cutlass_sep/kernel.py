@@ -279,7 +279,8 @@ class _Launcher:
         for kernel, shape, own in zip((module.pack, *module.mains), shapes, lists, strict=True):
             self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
-        # Path sm90: a kernel starts while the one before it still runs and waits for it (templates/pipeline_sm90.cuh).
+        # Path sm90: a main kernel starts while the one before it in the call still runs, and waits for it
+        # (templates/pipeline_sm90.cuh). The first kernel of a call starts when all before the call is complete.
         self._attributes = []
         if all(stage.overlaps for stage in stages):
             overlap = driver.CUlaunchAttribute()
@@ -296,7 +297,8 @@ class _Launcher:
         )
         _checked(driver.cuCtxSetCurrent(context), "making the device's context current")
 
-    def _configuration(self, shape: tuple[int, ...], stream):
+    def _configuration(self, shape: tuple[int, ...], stream, attributes: list):
+        """What cuLaunchKernelEx takes of a launch beside its kernel and parameters."""
         from cuda.bindings import driver
 
         configuration = driver.CUlaunchConfig()
@@ -304,7 +306,7 @@ class _Launcher:
         for name, value in zip(names, shape, strict=True):
             setattr(configuration, name, value)
         configuration.hStream = stream
-        configuration.attrs, configuration.numAttrs = self._attributes, len(self._attributes)
+        configuration.attrs, configuration.numAttrs = attributes, len(attributes)
         return configuration
 
     def frame(self, key: tuple[int, ...], pointers: list[tuple[int, ...]]) -> _Frame:
@@ -323,7 +325,8 @@ class _Launcher:
         self._layout.pack_into(memory, start, *values)
         launches = []
         for kernel, shape, offset in self._launches:
-            launches.append((self._configuration(shape, stream), kernel, base + offset, 0))
+            attributes = self._attributes if launches else []
+            launches.append((self._configuration(shape, stream, attributes), kernel, base + offset, 0))
         frame = _Frame(launches, memory)
         self.frames[key] = frame
         if len(self.frames) > _KEPT:

@@ -46,8 +46,10 @@ TYPICAL_SIZES = {"channels_last": ((32, 7), (4, 14), (32, 14), (16, 256)), "cont
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
 #: group of packed pointwise weights.
-MAX_EXTENT = 2**29
+MAX_EXTENT = 2**28
 MAX_STRIDE = 2**20
+#: Work items of a persistent kernel, whose index goes on by as many as there are blocks.
+MOST_ITEMS = 2**31 - 2**16
 MAX_WEIGHTS = 2**36
 #: The fields of a Schedule that are positive integers.
 _COUNTS = (
@@ -463,7 +465,7 @@ def _out_of_reach(problem: SeparableConv2dProblem, path: str, arch: str, rows: d
         if problem.alignment < MAX_ALIGNMENT:
             own = zip("CO" if p.layout == "channels_last" else "WQ", p.pitches, strict=True)
             return unaligned(problem, rows or dict(own), "path portable")
-        if p.n * p.p * -(-p.q // 8) * -(-p.o // 8) >= 2**31:
+        if p.n * p.p * -(-p.q // 8) * -(-p.o // 8) >= MOST_ITEMS:
             return "path sm90 counts work items in 32 bits, there may be more"
     return None
 
@@ -506,6 +508,8 @@ def check(
             return Support(False, f"split_channels=True: {reason}")
         if schedule.mma_q and (reason := _no_diagonals(geometry)) is not None:
             return Support(False, f"mma_q={schedule.mma_q}: {reason}")
+        if geometry.store_bytes > 128:
+            return Support(False, f"rows of {geometry.store_bytes} bytes are stored, TMA swizzles at most 128")
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
@@ -604,8 +608,9 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
     padded = round_up(problem.c, atom)
     slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
     one_row = is_one_row(problem)
-    diagonal = 16 if one_row else 8
-    mma_qs = (0, diagonal) if problem.element_size == 2 and problem.layout == "channels_last" else (0,)
+    # Blocks of 16 columns share matrices between the taps of long rows, blocks of 8 between kernel rows.
+    diagonals = (16,) if one_row else (8, 16) if problem.kernel[1] > 8 else (8,)
+    mma_qs = (0, *diagonals) if problem.element_size == 2 and problem.layout == "channels_last" else (0,)
     warps_qs = (4,) if one_row else (4, 2, 1)
     shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), warps_qs, (2, 3, 1), mma_qs, (False, True))
     for tile_oc, slot, blocks, warps_q, warpgroups, mma_q, split in shapes:

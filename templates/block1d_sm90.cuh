@@ -574,10 +574,10 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
     cute::prefetch_tma_descriptor(&expand_map);
     cute::prefetch_tma_descriptor(&project_map);
   }
-  shared.fill(args);
-  __syncthreads();
   await_grid_before();
   admit_next_grid();
+  shared.fill(args);
+  __syncthreads();
   if (warpgroup < L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<L::kProjectRegisters>();
     Project<Config>::run(args, shared, warpgroup);

@@ -166,6 +166,44 @@ def test_more_images_than_a_grid_is_high(machine, generator, which: str):
     accuracy.judge(problem, tensors, y)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_tensors_written_right_before_a_call(gpu, machine, generator, which: str, captured: bool):
+    """Nothing of an earlier call is left, in no cache either, where kernels of a call start before others end."""
+    problem, path, form = PROBLEMS[which]
+    machine.require(problem, path, form)
+    sets = [draw(problem, generator) for _ in range(12)]
+    tensors = [None if t is None else t.clone() for t in sets[0]]
+    asked = {"path": path} | ({} if form is None else {"form": form})
+    operator = inputs.operation(problem)(*tensors, **options(problem), **asked)
+
+    def step(fresh) -> torch.Tensor:
+        for own, new in zip(tensors, fresh, strict=True):
+            if own is not None:
+                own.copy_(new)
+        return operator.run(*tensors)
+
+    if captured:
+        fresh = [None if t is None else t.clone() for t in sets[0]]
+        step(fresh)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step(fresh)
+
+        def replay(new) -> torch.Tensor:
+            for own, value in zip(fresh, new, strict=True):
+                if own is not None:
+                    own.copy_(value)
+            graph.replay()
+            return y.clone()
+
+        found = [replay(new) for new in sets]
+    else:
+        found = [step(new) for new in sets]
+    for new, y in zip(sets, found, strict=True):
+        accuracy.judge(problem, new, y)
+
+
 @pytest.mark.parametrize("which", ["2-D", "block"])
 def test_compiled_by_inductor_forward_and_backward_with_other_batches(gpu, generator, which: str):
     from torch.utils._triton import has_triton
