@@ -521,12 +521,12 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         (["emit", *SMALL, "--dilation", "9"], "--shape 2,8,12,12 --kernel 3 --padding 1 --dilation 9: the kernel's"),
         (["emit", *SMALL, "--stride", "2", "--padding", "same"], "--stride 2 --padding same: padding='same' is not"),
         (
-            ["emit", *SMALL, "--padding", f"{2**29}"],
-            f"--shape 2,8,12,12 --out-channels 16 --kernel 3 --padding {2**29}",
+            ["emit", *SMALL, "--padding", f"{2**28}"],
+            f"--shape 2,8,12,12 --out-channels 16 --kernel 3 --padding {2**28}",
         ),
         (
-            ["emit", "--shape", f"1,{2**29},8,8", "--out-channels", "256"],
-            f"--shape 1,{2**29},8,8 --out-channels 256: path sm90 cannot run it",
+            ["emit", "--shape", f"1,{2**28},8,8", "--out-channels", "512"],
+            f"--shape 1,{2**28},8,8 --out-channels 512: path sm90 cannot run it",
         ),
         (
             ["emit", "--shape", "1,8,9,9", "--path", "sm90"],
@@ -581,7 +581,10 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         ),
         (["verify", "--seed", "-1"], f"argument --seed: '-1' must be an integer from 0 to {2**63 - 1}"),
         (["bench", "--samples", "0"], "--samples"),
-        (["emit", "--shape", f"1,8,{2**29},{2**29}"], f"--shape 1,8,{2**29},{2**29} --out-channels 128 --kernel 3: S"),
+        (
+            ["emit", "--shape", f"1,32,{2**28},{2**28}"],
+            f"--shape 1,32,{2**28},{2**28} --out-channels 128 --kernel 3: S",
+        ),
         (["emit", "--op", "sepblock1d", "--shape", "1,2,3,4"], "--shape must be N,C,L"),
         (["emit", "--shape", "1,2,3"], "--shape must be N,C,H,W"),
         (["emit", *SMALL_BLOCK, "--kernel", "3,3"], "--kernel"),
@@ -653,16 +656,16 @@ def test_looking_whether_a_file_can_be_written_leaves_it_as_it_is(run, monkeypat
 BAD_VALUES = {
     "--op": ("'dwsep2d', 'sepblock1d'", ["0", "conv3d"], None),
     "--shape": (
-        f"3 or 4 integers from 1 to {2**29}",
+        f"3 or 4 integers from 1 to {2**28}",
         ["0,8,8,8", "1,8,0", "1,8,-8,8", "1,8", "1,2,3,4,5", "a", ""],
         None,
     ),
-    "--out-channels": (f"an integer from 1 to {2**29}", ["0", "-1", "8,8", "many", "1.5", ""], "dwsep2d"),
-    "--expanded": (f"an integer from 1 to {2**29}", ["0", "-1", "8,8", "many", "1.5", ""], "sepblock1d"),
-    "--kernel": (f"1 or 2 integers from 1 to {2**29}", ["0", "3,0", "-1", "3,3,3", "three", "1.5", ""], None),
+    "--out-channels": (f"an integer from 1 to {2**28}", ["0", "-1", "8,8", "many", "1.5", ""], "dwsep2d"),
+    "--expanded": (f"an integer from 1 to {2**28}", ["0", "-1", "8,8", "many", "1.5", ""], "sepblock1d"),
+    "--kernel": (f"1 or 2 integers from 1 to {2**28}", ["0", "3,0", "-1", "3,3,3", "three", "1.5", ""], None),
     "--stride": (f"1 or 2 integers from 1 to {2**20}", ["0", "-1", "1,1,1", "one", "1.5", f"{2**20 + 1}"], "dwsep2d"),
     "--padding": ("separated by commas, or same, or valid", ["-1", "1,1,1,1", "SAME", "1.5", ""], "dwsep2d"),
-    "--dilation": (f"1 or 2 integers from 1 to {2**29}", ["0", "1,0", "-1", "1,1,1", "one", "1.5"], None),
+    "--dilation": (f"1 or 2 integers from 1 to {2**28}", ["0", "1,0", "-1", "1,1,1", "one", "1.5"], None),
     "--dtype": ("'float32', 'float16', 'bfloat16'", ["float64", "0", ""], None),
     "--layout": ("'contiguous', 'channels_last'", ["nhwc", "0", ""], None),
     "--mid-activation": ("'none', 'relu'", ["mish", "0", ""], "dwsep2d"),
@@ -672,7 +675,7 @@ BAD_VALUES = {
     "--path": ("'sm90', 'portable'", ["torch", "0", ""], None),
     "--form": ("'fused', 'two_kernel'", ["three", "0", ""], "sepblock1d"),
 }
-TOO_BIG = [f"{2**29 + 1}", "9" * 30, "9" * 5000]
+TOO_BIG = [f"{2**28 + 1}", "9" * 30, "9" * 5000]
 
 
 def test_bad_values_are_there_for_every_flag_of_the_problem():

