@@ -78,7 +78,7 @@ class Schedule:
     blocks: int  # 16-pixel MMA blocks of a warp
     warps_q: int  # warps of a warpgroup side by side; 4 / warps_q below each other
     warpgroups: int  # warpgroups that make depthwise outputs and run MMAs
-    row_slots: int = 1  # sm90: rows of x in the ring
+    row_slots: int = 1  # sm90: rows of x in the ring, or windows (Geometry.slot_rows)
     weight_slots: int = 1  # sm90: chunks of weights in the ring
     staging_groups: int = 1  # sm90: TMA stores of a warp that are staged at a time
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
