@@ -514,8 +514,8 @@ def check(
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
         if max(geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels) > 256:
-            rows = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
-            size = f"{rows}{geometry.columns} columns of {schedule.slot_channels} channels"
+            many = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
+            size = f"{many}{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
         if not geometry.channels_last and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
             return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
