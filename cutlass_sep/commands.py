@@ -565,8 +565,11 @@ def _about(built: Operation) -> dict[str, Any]:
 
 
 def _choice(built: Operation) -> str:
-    """Path and form for a reader."""
-    return f"path {built.path}" + (f", form {built.form}" if built.form else "")
+    """Path, form and what makes the depthwise outputs, for a reader."""
+    last = getattr(built.schedule, "project", None) or built.schedule
+    on_tensor_cores = built.form == "fused" or bool(getattr(last, "mma_q", 0))
+    form = f", form {built.form}" if built.form else ""
+    return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}"
 
 
 def _compile(built: Operation, output: Output) -> dict[str, Any]:

@@ -58,6 +58,20 @@ def run_json(run):
 # --- what works anywhere
 
 
+@pytest.mark.parametrize(
+    ("arguments", "stage"),
+    [
+        (["--dtype", "float16", "--layout", "channels_last"], "path sm90, depthwise on tensor cores for sm_90a"),
+        (["--dtype", "float16"], "path sm90, depthwise by FMA for sm_90a"),
+        (["--dtype", "float16", "--layout", "channels_last", "--path", "portable"], "portable, depthwise by FMA"),
+    ],
+)
+def test_what_makes_the_depthwise_outputs_is_said(run, tmp_path, arguments, stage):
+    shape = ["--shape", "2,64,32,32", "--out-channels", "128", "--kernel", "3", "--padding", "1", "--arch", "sm_90a"]
+    status, out, _ = run("emit", *shape, *arguments, "--output", str(tmp_path / "kernel.cu"))
+    assert status == 0 and stage in out
+
+
 def test_emit_prints_the_source_and_nothing_else(run):
     status, out, err = run("emit", *SMALL)
     expected = op.DepthwiseSeparableConv2d(
@@ -72,7 +86,7 @@ def test_emit_to_a_file_and_as_json(run, run_json, tmp_path):
     path = tmp_path / "kernel.cu"
     status, out, _ = run("emit", *SMALL_SM90, "--output", str(path))
     lines = path.read_text().count("\n")
-    assert (status, out) == (0, f"wrote {path}: {lines} lines of CUDA C++, path sm90 for sm_90a\n")
+    assert (status, out) == (0, f"wrote {path}: {lines} lines of CUDA C++, path sm90, depthwise by FMA for sm_90a\n")
     status, data = run_json("emit", *SMALL_SM90)
     assert status == 0
     assert data["source"] == path.read_text()
