@@ -9,6 +9,7 @@ kernel or PyTorch is a choice of its own; what a call loses to the wrong one is 
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterable
@@ -87,7 +88,9 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from cutlass_sep.bench import inputs, results
 
-    found = picks(results.load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="?", default=RESULTS)
+    found = picks(results.load(parser.parse_args().results))
     layers, _ = inputs.layers(Path(__file__).resolve().parent / "layers.jsonl")
     others = left_out(case.id for case in layers)
     for title, chosen in (("left out of the fit", [p for p in found if p.id in others]), ("all", found)):

@@ -1,7 +1,7 @@
 """The separable kernel with depthwise outputs by mma.sync, emulated lane by lane: the same values as the convolutions.
 
 By hand from templates/diagonal_depthwise.cuh, pack_weights.cuh and separable2d_sm90.cuh: whoever changes an offset
-there changes it here. Values are small integers, so that every sum is exact.
+there changes it here; what is a constant is compared with the templates' own. Values are small integers, so that every sum is exact.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import torch.nn.functional as F
 from problems import problem_of
 from separable import Case
 
+from cutlass_sep import compiler, source
+from cutlass_sep.errors import CompileError
 from cutlass_sep.schedule import Geometry, Schedule, check, round_up
 
 LANE = np.arange(32)
 #: A lane's row and pair of columns in fragments.
 G, T = LANE // 4, LANE % 4
+#: Channel, of 32, whose taps a lane holds.
+CHANNEL_OF_LANE = (G // 2 - T & 3) * 8 + 2 * T + G % 2
 #: Row of a 16 x 16 A or a 16 x 8 D that register pair `h` of a lane has; column of its first element in each 8.
 FRAGMENT_ROW = [G, G + 8]
 
@@ -68,13 +72,12 @@ def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> 
     s, taps = g.schedule, weight.shape[1]
     pairs = -(-taps // 2)
     table = np.zeros((s.slot_channels // 32, pairs + 1, 32, 2))
-    channel_of_lane = (G // 2 - T & 3) * 8 + 2 * T + G % 2
     for group in range(len(table)):
         first = chunk * s.slot_channels + 32 * group
         for lane in range(32):
             if first + lane < g.problem.c:
                 table[group, pairs, lane, 0] = bias[first + lane]
-            if (c := first + channel_of_lane[lane]) < g.problem.c:
+            if (c := first + CHANNEL_OF_LANE[lane]) < g.problem.c:
                 for tap in range(taps):
                     table[group, tap // 2, lane, tap % 2] = weight[c, tap]
     return table
@@ -250,6 +253,27 @@ def random_geometry(draw: random.Random) -> Geometry:
         )  # fmt: skip
         if check(problem, schedule, "sm_90a"):
             return Geometry(problem, schedule)
+
+
+def test_the_templates_compile_to_the_same_arithmetic():
+    """What is emulated is what the compiler makes of the templates: static assertions behind the translation unit."""
+    problem = problem_of(Case(c=72, o=64, kernel=(3, 5), stride=(2, 1), dilation=(1, 2)), "bf16", "channels_last")
+    g = Geometry(problem, Schedule("sm90", 64, 64, 1, 2, 2, 2, 2, mma_q=8))
+    assert check(problem, g.schedule, "sm_90a")
+    config = "<Separable2dConfig>"
+    equal = {
+        f"cutlass_sep::DiagonalTaps{config}::kGroupBytes": g.depthwise_weight_bytes * 32 // g.schedule.slot_channels,
+        f"cutlass_sep::DiagonalDepthwise{config}::kCount": g.matrices,
+        f"cutlass_sep::Sm90Layout{config}::kSlotBytes": g.slot_bytes,
+        f"cutlass_sep::WindowRows{config}::phase(3)": 3 * g.columns % 8,
+    }
+    equal |= {f"cutlass_sep::DiagonalTaps{config}::channel_of_lane({i})": c for i, c in enumerate(CHANNEL_OF_LANE)}
+    equal |= {f"cutlass_sep::Geometry{config}::channel_of_k({k})": channel_of_k(g, k) for k in range(32)}
+    lines = [f'static_assert({left} == {right}, "{left}");\n' for left, right in equal.items()]
+    text = source.render_anew(problem, g.schedule, "sm_90a")
+    compiler.build(text + "".join(lines), "sm_90a", name="layout-test")
+    with pytest.raises(CompileError, match="channel_of_lane"):
+        compiler.build(text + lines[4].replace("==", "!="), "sm_90a", name="layout-test")
 
 
 @pytest.mark.parametrize("first", range(0, 24, 4))

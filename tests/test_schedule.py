@@ -283,8 +283,17 @@ def test_numbers_that_kernels_cannot_count(change: dict, named: int):
     assert candidates(problem, "sm_90a") == []
 
 
-def test_more_work_items_than_sm90_counts_run_on_portable():
-    problem = replace(problem_of(), n=2**14, h=2**14, w=2**10)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n": 2**14, "h": 2**14, "w": 2**10},
+        {"n": 2**28 - 1, "h": 1, "w": 8, "kernel": (1, 1), "padding": Pads(0, 0, 0, 0), "o": 64},
+    ],
+    ids=["more", "almost as many"],
+)
+def test_more_work_items_than_sm90_counts_run_on_portable(sizes: dict):
+    """Also if the index of the last one fits, as a block goes on from it by as many as there are blocks."""
+    problem = replace(problem_of(), **sizes)
     assert "32 bits" in supports(problem, "sm90", "sm_90a").reason
     assert supports(problem, "portable", "sm_90a")
 
