@@ -1,7 +1,8 @@
 """The separable kernel with depthwise outputs by mma.sync, emulated lane by lane: the same values as the convolutions.
 
 By hand from templates/diagonal_depthwise.cuh, pack_weights.cuh and separable2d_sm90.cuh: whoever changes an offset
-there changes it here; what is a constant is compared with the templates' own. Values are small integers, so that every sum is exact.
+there changes it here; what is a constant is compared with the templates' own. Values are small integers, so that every
+sum is exact.
 """
 
 from __future__ import annotations
@@ -255,8 +256,9 @@ def random_geometry(draw: random.Random) -> Geometry:
             return Geometry(problem, schedule)
 
 
-def test_the_templates_compile_to_the_same_arithmetic():
+def test_the_templates_compile_to_the_same_arithmetic(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """What is emulated is what the compiler makes of the templates: static assertions behind the translation unit."""
+    monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path))
     problem = problem_of(Case(c=72, o=64, kernel=(3, 5), stride=(2, 1), dilation=(1, 2)), "bf16", "channels_last")
     g = Geometry(problem, Schedule("sm90", 64, 64, 1, 2, 2, 2, 2, mma_q=8))
     assert check(problem, g.schedule, "sm_90a")
