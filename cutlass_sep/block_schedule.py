@@ -106,11 +106,21 @@ class FusedGeometry:
         return self.problem.layout == "channels_last"
 
     @property
+    def scaled(self) -> bool:
+        """Whether MMAs take tensors as fp16 with scales (templates/half_operands.cuh): those of fp32."""
+        return self.problem.dtype == "float32"
+
+    @property
+    def operand(self) -> str:
+        """dtype of the MMAs' operands."""
+        return "float16" if self.scaled else self.problem.dtype
+
+    @property
     def math_instruction(self) -> MathInstruction:
         """CUTLASS's MathInstruction of the second GEMM: wgmma, two side by side where a tile is wider than 128."""
         from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
-        element = {"float16": DataType.f16, "bfloat16": DataType.bf16}[self.problem.dtype]
+        element = {"float16": DataType.f16, "bfloat16": DataType.bf16}[self.operand]
         columns = self.tile.tile_oc // self.halves
         operation = MathOperation.multiply_add
         return MathInstruction([64, columns, 16], element, element, DataType.f32, OpcodeClass.TensorOp, operation)
@@ -140,8 +150,10 @@ class FusedGeometry:
 
     @property
     def phase(self) -> int:
-        """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes."""
-        return 0 if self.channels_last else -self.problem.pads[0] % 8
+        """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes; 8 positions of
+        x share a scale.
+        """
+        return 0 if self.channels_last and not self.scaled else -self.problem.pads[0] % 8
 
     @property
     def positions(self) -> int:
@@ -166,27 +178,54 @@ class FusedGeometry:
     @property
     def taps_bytes(self) -> int:
         """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh)."""
-        return 16 * (self.reach + 3) * 16
+        return 16 * (self.reach + 3 + self.scaled) * 16
+
+    # Scaled: where parts of the packed weights start (struct HalfOperands of templates/half_operands.cuh).
+
+    @property
+    def packed_expand(self) -> int:
+        return self.chunks * self.taps_bytes
+
+    @property
+    def packed_project(self) -> int:
+        return self.packed_expand + round_up(self.problem.e * self.problem.c * 2, 256)
+
+    @property
+    def packed_channels(self) -> int:
+        return self.packed_project + round_up(self.problem.o * self.problem.e * 2, 256)
 
     @property
     def workspace_bytes(self) -> int:
-        return self.chunks * self.taps_bytes
+        """Packed weights."""
+        if not self.scaled:
+            return self.chunks * self.taps_bytes
+        return round_up(
+            self.packed_channels + self.chunks * 64 * 16 + self.tile.tile_oc * 4 + -(-self.problem.e // 16) * 8, 256
+        )
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of the workspace before the packed weights: scaled, x in fp16 and the scales of its positions."""
+        p = self.problem
+        return round_up(p.n * p.c * p.l * 2, 256) + round_up(p.n * -(-p.l // 8) * 4, 256) if self.scaled else 0
 
     @property
     def pack_blocks(self) -> int:
         """Blocks of pack_weights."""
-        return self.chunks
+        if not self.scaled:
+            return self.chunks
+        return -(-self.problem.e // 16) + -(-self.problem.o // 16) + self.problem.n * -(-self.problem.l // 64)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the kernel."""
         t = self.tile
         rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
-        hidden = t.hidden_slots * round_up(rows + self.taps_bytes, 1024)
+        hidden = t.hidden_slots * round_up(rows + self.taps_bytes + 66 * 4 * self.scaled, 1024)
         x = round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
         project = t.project_slots * t.tile_oc // self.halves * 128
-        return x + t.expand_slots * 64 * 128 + project + hidden + t.tile_oc * 4 + barriers
+        return x + t.expand_slots * 64 * 128 + project + hidden + (1 + self.scaled) * t.tile_oc * 4 + barriers
 
     @property
     def threads(self) -> int:
@@ -246,16 +285,16 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     p = problem
     if path != "sm90" or arch != "sm_90a":
         return f"the fused form is there on path sm90 for sm_90a alone, not on path {path} for {arch}"
-    if p.element_size != 2:
-        return f"the fused form takes 16-bit tensors, not {p.dtype}"
-    if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8:
+    if p.fp32_precision == "ieee":
+        return f"the fused form takes 16-bit tensors, and {p.dtype} at fp32_precision 'tf32', not at 'ieee'"
+    if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8 or (p.layout == "contiguous" and p.l % 8):
         return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
     if p.o > FUSED_TILE_OCS[-1]:
         return f"{p.o} output channels exceed the {FUSED_TILE_OCS[-1]} whose sums the registers hold"
     geometry = FusedGeometry(p, _least_tile(p))
     if geometry.positions > MOST_POSITIONS:
         return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {MOST_POSITIONS}"
-    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or geometry.tiles >= separable.MOST_ITEMS:
+    if max(p.n, p.l, p.e) > separable.MAX_EXTENT or max(geometry.tiles, geometry.pack_blocks) >= separable.MOST_ITEMS:
         return "kernels count in 32 bits"
     return None
 

@@ -10,7 +10,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
@@ -22,14 +22,14 @@ from .block_schedule import FUSED_CHUNK, BlockSchedule, FusedGeometry
 from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
 from .planner import Plan, plan
-from .problem import Problem, SeparableBlock1dProblem
+from .problem import DTYPES, Problem, SeparableBlock1dProblem
 from .schedule import Geometry, Schedule
 from .source import render
 
 #: struct cutlass_sep::Arguments of templates/problem.cuh: ten pointers, eight ints.
 _ARGUMENTS = struct.Struct("10Q8i")
-#: Positions of four pointers in it.
-_X, _PW_WEIGHT, _Y, _EXPAND_WEIGHT = 0, 2, 5, 8
+#: Positions of pointers in it.
+_X, _PW_WEIGHT, _Y, _WORKSPACE, _EXPAND_WEIGHT = 0, 2, 5, 6, 8
 #: Bytes of a tensor map, and of a frame for each parameter of a kernel.
 _PARAMETER_BYTES = 128
 #: Threads of a block of pack_weights (templates/pack_weights.cuh).
@@ -123,6 +123,8 @@ class TensorMap:
     box: tuple[int, ...]
     swizzle_bytes: int
     strides: tuple[tuple[int | str, ...], ...] = ()  # of all dimensions but the innermost; without, they are dense
+    offset: int = 0  # bytes from the pointer to the tensor
+    dtype: str | None = None  # if not the problem's
 
     def factors(self) -> list[tuple[int | str, ...]]:
         """`strides`, for dense dimensions too."""
@@ -134,9 +136,10 @@ class TensorMap:
         def value(of: int | str) -> int:
             return of if isinstance(of, int) else getattr(problem, of)
 
+        dtype = self.dtype or problem.dtype
         extents = tuple(map(value, self.extents))
-        strides = tuple(problem.element_size * prod(map(value, own)) for own in self.factors())
-        return _tensor_map(problem.dtype, address, extents, strides, self.box, self.swizzle_bytes)
+        strides = tuple(DTYPES[dtype] * prod(map(value, own)) for own in self.factors())
+        return _tensor_map(dtype, address + self.offset, extents, strides, self.box, self.swizzle_bytes)
 
 
 class Stage(ABC):
@@ -219,6 +222,7 @@ class FusedStage(Stage):
             # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
             strides = (("l",), (16,), ("l", "c"))
             window = TensorMap(_X, ("l", "c", blocks, "n"), (16, 64, blocks, 1), 32, strides)
+        expand = TensorMap(_EXPAND_WEIGHT, ("c", "e"), (64, FUSED_CHUNK), 128)
         rows = g.tile.tile_oc // g.halves  # not by math_instruction, for which cutlass_library takes 12 ms to import
         if g.lane_oc == 2:
             project = TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, rows), 128)
@@ -228,12 +232,10 @@ class FusedStage(Stage):
             extents = ("e", 2, 4, pairs, g.problem.o // group)
             strides = (("e",), (g.lane_oc, "e"), (2, "e"), (group, "e"))
             project = TensorMap(_PW_WEIGHT, extents, (FUSED_CHUNK, 2, 4, pairs, rows // group), 128, strides)
-        return [
-            x,
-            window,
-            TensorMap(_EXPAND_WEIGHT, ("c", "e"), (64, FUSED_CHUNK), 128),
-            project,
-        ]
+        if not g.scaled:
+            return [x, window, expand, project]
+        weights = (replace(expand, offset=g.packed_expand), replace(project, offset=g.packed_project))
+        return [replace(m, dtype=g.operand) for m in (x, window, *(replace(w, pointer=_WORKSPACE) for w in weights))]
 
 
 class _Frame(NamedTuple):
@@ -340,7 +342,7 @@ class Kernel:
     def __init__(self, problem: Problem, schedule: Schedule | BlockSchedule, arch: str):
         self.problem, self.schedule, self.arch = problem, schedule, arch
         self.stages = self._stages()
-        workspace_bytes = self._hidden_bytes + sum(stage.geometry.workspace_bytes for stage in self.stages)
+        workspace_bytes = self._unpacked_bytes + sum(stage.geometry.workspace_bytes for stage in self.stages)
         self._workspace_elements = -(-workspace_bytes // problem.element_size)
         self._launchers: dict[int, _Launcher] = {}
         self._source: str | None = None
@@ -369,7 +371,7 @@ class Kernel:
         return f"dwsep2d-{self.schedule.path}-{p.dtype}-{layout}-c{p.c}-o{p.o}-k{p.kernel[0]}x{p.kernel[1]}"
 
     #: Bytes of the workspace before the packed weights.
-    _hidden_bytes = 0
+    _unpacked_bytes = 0
 
     def _stages(self) -> list[Stage]:
         return [SeparableStage("separable2d", Geometry(self.problem, self.schedule))]
@@ -462,21 +464,23 @@ class BlockKernel(Kernel):
         return [SeparableStage("expand", expand), SeparableStage("project", project)]
 
     @property
-    def _hidden_bytes(self) -> int:
+    def _unpacked_bytes(self) -> int:
         p = self.problem
-        return 0 if self.schedule.form == "fused" else -(-p.n * p.e * p.l * p.element_size // 256) * 256
+        if self.schedule.form == "fused":
+            return self.stages[0].geometry.x_bytes
+        return -(-p.n * p.e * p.l * p.element_size // 256) * 256
 
     def _pointers(self, *addresses: int) -> list[tuple[int, ...]]:
         x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias, y, workspace = addresses
         project = (dw_weight, project_weight, dw_bias, project_bias, y)
         of_block = (x, expand_weight, expand_bias)
+        unpacked, packed = workspace, workspace + self._unpacked_bytes
         if self.schedule.form == "fused":
-            return [(x, *project, workspace, *of_block)]
-        hidden, packed = workspace, workspace + self._hidden_bytes
+            return [(unpacked if self._unpacked_bytes else x, *project, packed, *of_block)]
         packed_project = packed + self.stages[0].geometry.workspace_bytes
         return [
-            (x, 0, expand_weight, 0, expand_bias, hidden, packed, 0, 0, 0),
-            (hidden, *project, packed_project, *of_block),
+            (x, 0, expand_weight, 0, expand_bias, unpacked, packed, 0, 0, 0),
+            (unpacked, *project, packed_project, *of_block),
         ]
 
 

@@ -170,6 +170,7 @@ def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, 
     mn_major = "cute::SM90::GMMA::Major::MN"
     return {
         "element": _element(problem.dtype),
+        "operand": _element(geometry.operand),
         "expand_atom": f"MMA_64x{geometry.positions}x16_{kind}_SS<{k_major}, "
         f"{k_major if geometry.channels_last else mn_major}>",
         "depthwise_atom": f"SM80_16x8x16_F32{element}{element}F32_TN",
@@ -187,6 +188,7 @@ def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, 
             "kPwBias": problem.project_bias,
             "kResidual": problem.residual,
             "kFp16Range": problem.dtype == "float16",
+            "kScaled": geometry.scaled,
             "kPhase": geometry.phase,
             "kPositions": geometry.positions,
             "kTileOc": tile.tile_oc,
@@ -196,6 +198,9 @@ def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, 
             "kExpandSlots": tile.expand_slots,
             "kSharedBytes": geometry.shared_bytes,
             "kWorkspaceBytes": geometry.workspace_bytes,
+            "kPackedExpand": geometry.packed_expand,
+            "kPackedProject": geometry.packed_project,
+            "kPackedChannels": geometry.packed_channels,
         },
     }
 

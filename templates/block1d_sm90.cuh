@@ -1,5 +1,5 @@
 // The 1-D block on Hopper in 16 bit: expand, depthwise, activation and project in one persistent, warp-specialised kernel. The hidden channels
-// never leave the multiprocessor.
+// never leave the multiprocessor. fp32 tensors come as fp16 ones with scales (half_operands.cuh), written by the launch before.
 //
 // A tile is kTile positions of one sequence, and all output channels. For each chunk of 64 hidden channels
 //   the expand warpgroup computes the chunk at every position of the window (wgmma, D[hidden channel][position]), adds its bias, puts zeros
@@ -7,7 +7,8 @@
 //   the depthwise warpgroup turns the rows, in place, into activated depthwise outputs (toeplitz_depthwise.cuh);
 //   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it.
 // The three work on chunks behind each other, in a ring of slots. The sums of the second GEMM start from the residual, which is x as it lies in
-// shared memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon as a slot is free.
+// shared memory; in fp32 it is added at the end, from global memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon
+// as a slot is free.
 //
 // tests/test_block_protocol.py goes through the waits and arrivals of all warps in random order: whoever changes them here changes them there.
 #pragma once
@@ -39,19 +40,31 @@ struct BlockLayout {
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
   static constexpr int kXBytes = kExpandAtoms * kXAtomBytes;
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
-  /// channels.
+  /// channels, and in fp32 the inverse scales of the rows, the scale of their activated values and its inverse.
   static constexpr int kExpandSlotBytes = 64 * 128;
   static constexpr int kProjectSlotBytes = kHalfOc * 128;
-  static constexpr int kHiddenSlotBytes = round_up(R::kBytes + T::kBytes, 1024);
+  static constexpr int kHiddenSlotBytes = round_up(R::kBytes + T::kBytes + (Config::kScaled ? 66 * 4 : 0), 1024);
+  /// Whether the second GEMM's sums start from x.
+  static constexpr bool kStartsFromX = Config::kResidual && !Config::kScaled;
 
   static constexpr int kExpandOffset = round_up(kXBytes, 1024);
   static constexpr int kProjectOffset = kExpandOffset + Config::kExpandSlots * kExpandSlotBytes;
   static constexpr int kHiddenOffset = kProjectOffset + Config::kProjectSlots * kProjectSlotBytes;
   static constexpr int kBiasOffset = kHiddenOffset + Config::kHiddenSlots * kHiddenSlotBytes;  // of output channels, fp32
-  static constexpr int kBarrierOffset = kBiasOffset + Config::kTileOc * 4;
+  static constexpr int kScaleOffset = kBiasOffset + Config::kTileOc * 4;  // inverse scales of the project weights' rows
+  static constexpr int kBarrierOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 : 0);
   static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kExpandSlots + Config::kProjectSlots) + 5 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
+  static constexpr int kPackedBytes = Config::kScaled ? HalfOperands<Config>::kBytes : kChunks * T::kBytes;
 };
+
+/// Block `block` of the packing kernel.
+template <class Config>
+CUTLASS_DEVICE void pack_block1d(Arguments const& args, int block) {
+  using T = ToeplitzTaps<Config>;
+  if constexpr (Config::kScaled) HalfOperands<Config>::pack(args, block);
+  else T::pack(args, static_cast<char*>(args.workspace) + int64_t(block) * T::kBytes, 64 * block);
+}
 
 /// kTile positions of one sequence.
 template <class Config>
@@ -95,13 +108,17 @@ struct BlockShared {
   CUTLASS_DEVICE char* project(int slot) const { return base + L::kProjectOffset + slot * L::kProjectSlotBytes; }
   CUTLASS_DEVICE char* hidden(int slot) const { return base + L::kHiddenOffset + slot * L::kHiddenSlotBytes; }
   CUTLASS_DEVICE char* taps(int slot) const { return hidden(slot) + L::R::kBytes; }
+  CUTLASS_DEVICE float* inverse_scales(int slot) const { return reinterpret_cast<float*>(taps(slot) + L::T::kBytes); }
+  CUTLASS_DEVICE float& activated_scale(int slot) const { return inverse_scales(slot)[64]; }
+  CUTLASS_DEVICE float& activated_inverse_scale(int slot) const { return inverse_scales(slot)[65]; }
   CUTLASS_DEVICE float* bias() const { return reinterpret_cast<float*>(base + L::kBiasOffset); }
+  CUTLASS_DEVICE float* output_inverse_scales() const { return reinterpret_cast<float*>(base + L::kScaleOffset); }
 
   /// Barriers count warps, or TMA's bytes.
   CUTLASS_DEVICE void initialise() const {
     for (int i = 0; i < L::kExpandAtoms; ++i) {
       x_full[i].init(1);
-      x_empty[i].init(4 + (Config::kResidual ? L::kProjectWarps : 0));
+      x_empty[i].init(4 + (L::kStartsFromX ? L::kProjectWarps : 0));
     }
     for (int i = 0; i < Config::kExpandSlots; ++i) expand_full[i].init(1), expand_empty[i].init(4);
     for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps);
@@ -118,8 +135,11 @@ struct BlockShared {
   /// Zeros behind the rows, where taps of zero meet positions that are never written, and the bias. To be called by all threads.
   CUTLASS_DEVICE void fill(Arguments const& args) const {
     using Element = typename Config::Element;
-    for (int o = threadIdx.x; o < Config::kTileOc; o += L::kThreads)
+    for (int o = threadIdx.x; o < Config::kTileOc; o += L::kThreads) {
       bias()[o] = Config::kPwBias && o < Config::kO ? float(static_cast<Element const*>(args.pw_bias)[o]) : 0.f;
+      if constexpr (Config::kScaled)
+        output_inverse_scales()[o] = o < Config::kO ? HalfOperands<Config>::template packed<float>(args, HalfOperands<Config>::kScaleOffset)[o] : 0.f;
+    }
     for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
       for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
         *reinterpret_cast<uint4*>(hidden(slot) + 2 * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
@@ -148,13 +168,34 @@ CUTLASS_DEVICE int own_tiles(Arguments const& args) {
   return (BlockTile<Config>::count(args) - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
 }
 
+/// In place of TileScales where nothing is scaled: rows are sums and the bias.
+template <class Config>
+struct Unscaled {
+  struct Rows {
+    float bias[2] = {};
+  };
+  CUTLASS_DEVICE Unscaled(Arguments const&, int) {}
+  CUTLASS_DEVICE void load(Arguments const&, int, int, int) {}
+  CUTLASS_DEVICE void enter() {}
+  CUTLASS_DEVICE Rows rows(Arguments const& args, int channel) const {
+    Rows result;
+    if constexpr (Config::kExpandBias) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h)
+        if (channel + 8 * h < Config::kC) result.bias[h] = float(static_cast<typename Config::Element const*>(args.expand_bias)[channel + 8 * h]);
+    }
+    return result;
+  }
+};
+
 /// The expand warpgroup. Lane: positions 8j + 2t + i of hidden channels g (h = 0) and g + 8 (h = 1) of the warp's 16.
 template <class Config>
 struct Expand {
   using L = BlockLayout<Config>;
   using R = PositionRows<Config>;
-  using Element = typename Config::Element;
+  using Operand = typename Config::Operand;
   using Accumulator = float[L::kPositions / 2];
+  using Scales = cute::conditional_t<Config::kScaled, TileScales<Config>, Unscaled<Config>>;
 
   template <int... I>
   CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, bool accumulate, cute::integer_sequence<int, I...>) {
@@ -214,36 +255,46 @@ struct Expand {
   }
 
   /// To rows of positions; zero but for positions [first, last) of the window.
-  template <bool kMask>
-  CUTLASS_DEVICE static void store_rows(char* rows, Accumulator const& sum, Element const (&bias)[2], int warp, int lane, int first, int last) {
+  template <bool kMask, class Rows>
+  CUTLASS_DEVICE static void store_rows(char* rows, Accumulator const& sum, Rows const& to, int warp, int lane, int first, int last) {
     // Units of 8 positions in the window, and of a row. A row starts kShift positions into the window: of a unit of a row, the last positions
     // come from the same unit of the window and the first from the one behind it. Each pair of positions keeps its place within 16 bytes, so
     // that the unit is rotated; ToeplitzDepthwise reads it so.
     constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < 16 + R::kTails ? kWindow : 16 + R::kTails;
     bool const behind = lane % 4 * 2 < R::kShift;
-    float const b[2] = {float(bias[0]), float(bias[1])};
-    auto const word = [&](int j, int h) -> uint32_t {
-      if (j >= kWindow) return 0;
-      uint32_t pair = pack_pair<Element>(sum[4 * j + 2 * h] + b[h], sum[4 * j + 2 * h + 1] + b[h]);
-      if constexpr (Config::kFp16Range) pair = half_or_nan(pair);
-      if constexpr (kMask) {
-        uint32_t const position = 8 * j + lane % 4 * 2 - first, length = last - first;
-        pair &= (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
+    auto const words = [&](int j, uint32_t (&word)[2]) {
+      word[0] = word[1] = 0;
+      if (j >= kWindow) return;
+      float factor[2] = {1.f, 1.f};
+      if constexpr (Config::kScaled) {
+        float const unit = __shfl_sync(0xffffffffu, to.of_positions, j);
+        factor[0] = unit * to.factor[0], factor[1] = unit * to.factor[1];
       }
-      return pair;
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float const* const value = sum + 4 * j + 2 * h;
+        word[h] = pack_pair<Operand>(fmaf(value[0], factor[h], to.bias[h]), fmaf(value[1], factor[h], to.bias[h]));
+        if constexpr (Config::kFp16Range) word[h] = half_or_nan(word[h]);
+        if constexpr (kMask) {
+          uint32_t const position = 8 * j + lane % 4 * 2 - first, length = last - first;
+          word[h] &= (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
+        }
+      }
     };
     // Matrix m of a store: unit u + m / 2, row half m % 2; lane l addresses row l % 8 of matrix l / 8.
     int const channel = 16 * warp + lane % 16;
     uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, 16) + lane / 16 * R::kTailBytes;
-    uint32_t next[2] = {word(0, 0), word(0, 1)};
+    uint32_t next[2];
+    words(0, next);
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < kUnits; u += 2) {
       uint32_t raw[4];
       CUTLASS_PRAGMA_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        uint32_t const here = next[m % 2];
-        next[m % 2] = word(u + m / 2 + 1, m % 2);
-        raw[m] = R::kShift != 0 && behind ? next[m % 2] : here;
+      for (int m = 0; m < 4; m += 2) {
+        uint32_t const here[2] = {next[0], next[1]};
+        words(u + m / 2 + 1, next);
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) raw[m + h] = R::kShift != 0 && behind ? next[h] : here[h];
       }
       char* const address = rows + (u < 16 ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - 16) * R::kTailBytes);
       auto& target = *reinterpret_cast<cute::uint128_t*>(address);
@@ -278,17 +329,16 @@ struct Expand {
     // Chunks are numbered through all tiles of the block.
     int turn = 0, chunk = 0, window = BlockTile<Config>(args, blockIdx.x).window(args);
     BlockTile<Config> next(args, blockIdx.x + gridDim.x);
+    Scales scales(args, lane);
+    scales.load(args, BlockTile<Config>(args, blockIdx.x).n, window, lane);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
       bool const last = chunk == L::kChunks - 1;
-      Element bias[2] = {Element(0.f), Element(0.f)};
-      if constexpr (Config::kExpandBias) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          int const channel = L::kChunkChannels * chunk + 16 * warp + lane / 4 + 8 * h;
-          if (channel < Config::kC) bias[h] = static_cast<Element const*>(args.expand_bias)[channel];
-        }
+      if (chunk == 0) {
+        scales.enter();
+        scales.load(args, next.n, next.window(args), lane);
       }
+      auto const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
       // Gives back what the MMAs over 64 channels of x have read, and asks for what comes there next.
       multiply(sum, shared, weight, turn % 2, [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
@@ -310,8 +360,16 @@ struct Expand {
       });
       char* const rows = shared.hidden(hidden.slot);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
-      if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, bias, warp, lane, 0, 0);
-      else store_rows<true>(rows, sum, bias, warp, lane, -window, args.w - window);
+      if constexpr (Config::kScaled) {
+        float* const inverse = shared.inverse_scales(hidden.slot);
+        if (lane % 4 == 0) inverse[16 * warp + lane / 4] = to.inverse[0], inverse[16 * warp + lane / 4 + 8] = to.inverse[1];
+        if (warp == 0 && lane == 0) {
+          float const scale = scales.of_activated();
+          shared.activated_scale(hidden.slot) = scale, shared.activated_inverse_scale(hidden.slot) = inverse_power(scale);
+        }
+      }
+      if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, to, warp, lane, 0, 0);
+      else store_rows<true>(rows, sum, to, warp, lane, -window, args.w - window);
       arrive_warp(shared.hidden_full[hidden.slot], lane);
       hidden.advance();
       if (++chunk == L::kChunks) {
@@ -328,11 +386,10 @@ template <class Config>
 struct Depthwise {
   using L = BlockLayout<Config>;
   using R = PositionRows<Config>;
-  using Element = typename Config::Element;
   using Toeplitz = ToeplitzDepthwise<Config>;
 
-  /// Activated outputs of 8 channels from `channel` on, in place of the rows that they came from.
-  CUTLASS_DEVICE static void store_operand(char* rows, int channel, typename Toeplitz::Value& value, int lane) {
+  /// Activated outputs of 8 channels from `channel` on, in place of the rows that they came from; times `scale`, if they are scaled.
+  CUTLASS_DEVICE static void store_operand(char* rows, int channel, typename Toeplitz::Value& value, float scale, int lane) {
     // Matrix m of a store: channel k + m / 2, 64 positions m % 2; its row r is a unit of 8 positions.
     uint32_t const offset = R::offset(channel + lane / 16, lane / 8 % 2 * 8 + lane % 8);
     CUTLASS_PRAGMA_UNROLL
@@ -341,7 +398,11 @@ struct Depthwise {
       if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
       uint32_t packed[4];
       CUTLASS_PRAGMA_UNROLL
-      for (int m = 0; m < 4; ++m) packed[m] = pack_pair<Element>(value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]);
+      for (int m = 0; m < 4; ++m) {
+        float pair[2] = {value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]};
+        if constexpr (Config::kScaled) pair[0] *= scale, pair[1] *= scale;
+        packed[m] = pack_pair<typename Config::Operand>(pair[0], pair[1]);
+      }
       auto& target = *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4));
       cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
     }
@@ -383,8 +444,8 @@ struct Depthwise {
       CUTLASS_PRAGMA_NO_UNROLL  // else ptxas saves registers for the second 8 channels and computes the first almost one by one
       for (int first = 0; first < 16; first += 8) {
         typename Toeplitz::Value value;
-        toeplitz.compute(value, first, rows, shared.taps(hidden.slot));
-        store_operand(rows, 16 * warp + first, value, lane);
+        toeplitz.compute(value, first, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot) + 16 * warp);
+        store_operand(rows, 16 * warp + first, value, Config::kScaled ? shared.activated_scale(hidden.slot) : 1.f, lane);
       }
       cutlass::arch::fence_view_async_shared();
       arrive_warp(shared.operand_full[hidden.slot], lane);
@@ -455,6 +516,52 @@ struct Project {
     }
   }
 
+  /// In fp32: sums, scaled, with bias and residual, to y. `q`: the warp's first position; `unit`: the inverse scale of the activated hidden channels.
+  CUTLASS_DEVICE static void store_scaled(Arguments const& args, Accumulator const& acc, BlockShared<Config> const& shared, float unit, int n, int q,
+                                          int lane) {
+    // Lane (g, t): channels 8j + kLaneOc t + i of positions g and g + 8, for each run j of kRun blocks of 8 columns.
+    constexpr int kLaneOc = Config::kLaneOc, kVector = !Config::kChannelsLast ? 1 : kLaneOc < 4 ? kLaneOc : 4;
+    // Runs whose residual is asked for at a time: as many as there are registers for.
+    constexpr int kBatch = 8 / kLaneOc;
+    using Vector = cutlass::AlignedArray<float, kVector>;
+    int const g = lane / 4, t = lane % 4;
+    int64_t const position_step = Config::kChannelsLast ? Config::kO : 1, channel_step = Config::kChannelsLast ? 1 : args.w;
+    int64_t const first = int64_t(n) * Config::kO * args.w + (q + g) * position_step + kLaneOc * t * channel_step;
+    float* y = static_cast<float*>(args.y) + first;
+    float const* x = static_cast<float const*>(args.block_x) + first;
+    bool const inside[2] = {q + g < args.w, q + g + 8 < args.w};
+    CUTLASS_PRAGMA_UNROLL
+    for (int start = 0; start < Config::kTileOc / 8; start += kRun * kBatch) {
+      auto const for_each_vector = [&](auto const& visit) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int r = 0; r < kBatch; ++r)
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h)
+            CUTLASS_PRAGMA_UNROLL
+            for (int i = 0; i < kLaneOc; i += kVector) {
+              int const j = start + kRun * r, oc = 8 * j + kLaneOc * t + i;
+              if (j < Config::kTileOc / 8 && inside[h] && oc < Config::kO) visit(r, h, i, j, oc, (8 * kRun * r + i) * channel_step + 8 * h * position_step);
+            }
+      };
+      float residual[kBatch][2][kLaneOc] = {};
+      if constexpr (Config::kResidual)
+        for_each_vector([&](int r, int h, int i, int, int, int64_t offset) {
+          load_vector<float>(reinterpret_cast<float(&)[kVector]>(residual[r][h][i]), x + offset);
+        });
+      for_each_vector([&](int r, int h, int i, int j, int oc, int64_t offset) {
+        float bias[kVector], scale[kVector];
+        load_vector<float>(bias, shared.bias() + oc);
+        load_vector<float>(scale, shared.output_inverse_scales() + oc);
+        Vector value;
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < kVector; ++k)
+          value[k] = fmaf(acc[4 * (j + (i + k) / 2) + 2 * h + (i + k) % 2], scale[k] * unit, bias[k]) + residual[r][h][i + k];
+        *reinterpret_cast<Vector*>(y + offset) = value;
+      });
+      x += 8 * kRun * kBatch * channel_step, y += 8 * kRun * kBatch * channel_step;
+    }
+  }
+
   /// Sums, with bias, to y. `q`: the warp's first position.
   CUTLASS_DEVICE static void store(Arguments const& args, Accumulator const& acc, float const* bias, int n, int q, int lane) {
     int const g = lane / 4, t = lane % 4;
@@ -506,7 +613,7 @@ struct Project {
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
       BlockTile<Config> const tile(args, index);
       Accumulator acc;
-      if constexpr (Config::kResidual) {
+      if constexpr (L::kStartsFromX) {
         for (int atom = 0; atom < L::kExpandAtoms; ++atom) shared.x_full[atom].wait(x.parity);
         start(acc, shared.x(), args.pad_left + Config::kPhase + first, lane);
         for (int atom = 0; atom < L::kExpandAtoms; ++atom) arrive_warp(shared.x_empty[atom], lane);
@@ -520,6 +627,7 @@ struct Project {
       for (int i = 0; i < Config::kTileOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
       // The MMAs of a chunk's half are in flight while those of the next one are issued; then their slots are given back.
       int previous_weight = -1, previous_hidden = -1;
+      float unit = 1.f;  // inverse scale of the activated hidden channels
       auto const give_back = [&] {
         if (previous_weight >= 0) arrive_warp(shared.project_empty[previous_weight], lane);
         if (previous_hidden >= 0) arrive_warp(shared.operand_empty[previous_hidden], lane);
@@ -528,6 +636,7 @@ struct Project {
       for (int chunk = 0; chunk < L::kChunks; ++chunk) {
         char const* const rows = shared.hidden(hidden.slot) + warpgroup * R::kBlockBytes;
         shared.operand_full[hidden.slot].wait(hidden.parity);
+        if constexpr (Config::kScaled) unit = shared.activated_inverse_scale(hidden.slot);
         shared.project_full[weight.slot].wait(weight.parity);
         issue<0>(acc, rows, shared.project(weight.slot));
         cute::warpgroup_wait<1>();
@@ -552,7 +661,8 @@ struct Project {
       int const q = tile.l + first;
       bool const finite = fabsf(acc[0]) < __int_as_float(0x7f800000) && fabsf(acc[2]) < __int_as_float(0x7f800000);
       if (__all_sync(0xffffffffu, finite)) {
-        store(args, acc, shared.bias(), tile.n, q, lane);
+        if constexpr (Config::kScaled) store_scaled(args, acc, shared, unit, tile.n, q, lane);
+        else store(args, acc, shared.bias(), tile.n, q, lane);
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int i = 0; i < 16 && q + i < args.w; ++i) exact_block_pixel<Config>(args, tile.n, 0, Config::kO, q + i, lane);

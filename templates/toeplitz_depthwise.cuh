@@ -31,13 +31,13 @@ struct PositionRows {
 };
 
 /// The taps of 64 channels as lanes read them: [4 channels together][word][4 channels]. A word is a pair of entries of B; one more is zero,
-/// one the bias in fp32.
+/// one the bias in fp32; if they are scaled (half_operands.cuh), one the inverse scale.
 template <class Config>
 struct ToeplitzTaps {
   using R = PositionRows<Config>;
   /// Word e + 1 holds entries e and e + 1 of the taps as they lie in a row, for e = -1 .. kReach - 1.
-  static constexpr int kZeroWord = R::kReach + 1, kBiasWord = R::kReach + 2;
-  static constexpr int kWords = R::kReach + 3;
+  static constexpr int kZeroWord = R::kReach + 1, kBiasWord = R::kReach + 2, kScaleWord = R::kReach + 3;
+  static constexpr int kWords = R::kReach + 3 + Config::kScaled;
   static constexpr int kBytes = 16 * kWords * 16;  // of 64 channels
 
   CUTLASS_HOST_DEVICE static constexpr int word_of(int entry) { return entry >= -1 && entry < R::kReach ? entry + 1 : kZeroWord; }
@@ -49,18 +49,25 @@ struct ToeplitzTaps {
     auto const* weight = static_cast<Element const*>(args.dw_weight);
     for (int i = threadIdx.x; i < 64 * kWords; i += kPackThreads) {
       int const channel = i % 64, word = i / 64, c = first + channel;
-      float value[2] = {};
+      float value[2] = {}, scale = 1.f;
+      if constexpr (Config::kScaled) {
+        float largest = 0.f;
+        for (int s = 0; s < Config::kKernelW && c < Config::kC; ++s) largest = fmaxf(largest, fabsf(float(weight[int64_t(c) * Config::kKernelW + s])));
+        scale = half_scale(largest);
+      }
       if (c < Config::kC && word < kZeroWord) {
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 2; ++k) {
           int const position = word - 1 + k - R::kFirstTap;
           if (position >= 0 && position % Config::kDilationW == 0 && position / Config::kDilationW < Config::kKernelW)
-            value[k] = float(weight[int64_t(c) * Config::kKernelW + position / Config::kDilationW]);
+            value[k] = float(weight[int64_t(c) * Config::kKernelW + position / Config::kDilationW]) * scale;
         }
       }
       float const bias = Config::kDwBias && c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
-      *reinterpret_cast<uint32_t*>(table + offset(channel, word)) =
-          word == kBiasWord ? __float_as_uint(bias) : pack_pair<Element>(value[0], value[1]);
+      uint32_t& target = *reinterpret_cast<uint32_t*>(table + offset(channel, word));
+      if (word == kBiasWord) target = __float_as_uint(bias);
+      else if (Config::kScaled && word == kScaleWord) target = __float_as_uint(inverse_power(scale));
+      else target = pack_pair<typename Config::Operand>(value[0], value[1]);
     }
   }
 };
@@ -72,12 +79,13 @@ struct ToeplitzDepthwise {
   using T = ToeplitzTaps<Config>;
   using Value = float[8][4];
 
-  int bias, taps[R::kMmas][2];  // bytes into the table
+  int bias, scale, taps[R::kMmas][2];  // bytes into the table
   // Of the lane's row of the four 8 x 8 matrices of each MMA's A: its byte for the first channel, how far channels lie apart, what swizzles.
   int row[R::kMmas], pitch[R::kMmas], swizzle[R::kMmas];
 
   /// `channel`: the warp's first, a multiple of 8.
-  CUTLASS_DEVICE ToeplitzDepthwise(int channel, int lane) : bias(T::offset(channel, T::kBiasWord)) {
+  CUTLASS_DEVICE ToeplitzDepthwise(int channel, int lane)
+      : bias(T::offset(channel, T::kBiasWord)), scale(T::offset(channel, T::kScaleWord)) {
     int const g = lane / 4, t = lane % 4;
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < R::kMmas; ++m) {
@@ -91,8 +99,8 @@ struct ToeplitzDepthwise {
     }
   }
 
-  /// Of the warp's channels [first, first + 8).
-  CUTLASS_DEVICE void compute(Value& value, int first, char const* rows, char const* table) const {
+  /// Of the warp's channels [first, first + 8). `inverse_scales`: of the rows of the warp's channels, if they are scaled.
+  CUTLASS_DEVICE void compute(Value& value, int first, char const* rows, char const* table, float const* inverse_scales) const {
     using Atom = typename Config::DepthwiseAtom;
     CUTLASS_PRAGMA_UNROLL
     for (int four = 0; four < 8; four += 4) {
@@ -102,7 +110,7 @@ struct ToeplitzDepthwise {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k)
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 4; ++i) value[four + k][i] = start[k];
+        for (int i = 0; i < 4; ++i) value[four + k][i] = Config::kScaled ? 0.f : start[k];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < R::kMmas; ++m) {
         uint4 const low = *reinterpret_cast<uint4 const*>(group + taps[m][0]), high = *reinterpret_cast<uint4 const*>(group + taps[m][1]);
@@ -116,6 +124,15 @@ struct ToeplitzDepthwise {
           float(&d)[4] = value[four + k];
           Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[k][0], b[k][1], d[0], d[1], d[2], d[3]);
         }
+      }
+      if constexpr (Config::kScaled) {
+        float unit[4], of_row[4];
+        load_vector<float>(unit, group + scale);
+        load_vector<float>(of_row, inverse_scales + first + four);
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < 4; ++k)
+          CUTLASS_PRAGMA_UNROLL
+          for (int i = 0; i < 4; ++i) value[four + k][i] = fmaf(value[four + k][i], unit[k] * of_row[k], start[k]);
       }
     }
   }

@@ -1,0 +1,237 @@
+// fp32 tensors as fp16 operands of MMAs, which have as many bits as TF32 ones, at twice the rate: what an operand is rounded from is first multiplied
+// by a power of two that brings the largest of its group close to the end of fp16's range, and sums are divided by it.
+//
+// Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel, and, of a tile, a hidden channel and all
+// activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and |activation(m)| <= |m|: they never
+// overflow. A group with a value that is not finite becomes NaN, and so is computed again. A value below 2^-29 of the largest in its group loses digits.
+#pragma once
+
+namespace cutlass_sep {
+
+CUTLASS_DEVICE float warp_max(float x) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
+}
+
+/// What the expand warpgroup needs to know of a hidden channel.
+struct alignas(16) HiddenChannel {
+  float inverse_scale;  // of its row of the expand weights
+  float norm;           // sum of the row's magnitudes
+  float bias;
+  float unused;
+};
+
+/// Workspace before the packed weights: x in fp16, in its own layout; the inverse scale of each 8 positions, [N][ceil(L / 8)].
+///
+/// Packed: the taps of all chunks (ToeplitzTaps); from kPackedExpand and kPackedProject on the fp16 weights as they lie; then, from kPackedChannels on,
+/// HiddenChannel of all chunks, the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
+template <class Config>
+struct HalfOperands {
+  using Half = cutlass::half_t;
+  using T = ToeplitzTaps<Config>;
+  static constexpr int kGroup = 8;       // positions
+  static constexpr int kPositions = 64;  // of a block of the packing kernel
+  static constexpr int kSlice = 16;      // rows of weights of a block
+  static constexpr int kChunks = ceil_div(Config::kC, 64);
+  static constexpr int kSlices = ceil_div(Config::kC, kSlice);
+  static constexpr int kWeightBlocks = kSlices + ceil_div(Config::kO, kSlice);
+  static constexpr int kScaleOffset = Config::kPackedChannels + kChunks * 64 * int(sizeof(HiddenChannel));
+  static constexpr int kBoundOffset = kScaleOffset + Config::kTileOc * 4;
+  static constexpr int kBytes = round_up(kBoundOffset + kSlices * 8, 256);
+  static constexpr int kWarps = kPackThreads / 32;
+
+  CUTLASS_DEVICE static int groups(Arguments const& args) { return ceil_div(args.w, kGroup); }
+  /// Of a sequence.
+  CUTLASS_DEVICE static float* group_scales(Arguments const& args, int n) {
+    int64_t const x_bytes = (int64_t(args.n) * Config::kExpandC * args.w * 2 + 255) / 256 * 256;
+    return reinterpret_cast<float*>(static_cast<char*>(const_cast<void*>(args.x)) + x_bytes) + int64_t(n) * groups(args);
+  }
+  template <class Value>
+  CUTLASS_DEVICE static Value* packed(Arguments const& args, int offset) {
+    return reinterpret_cast<Value*>(static_cast<char*>(args.workspace) + offset);
+  }
+
+  /// Block `block` of the packing kernel.
+  CUTLASS_DEVICE static void pack(Arguments const& args, int block) {
+    if (block < kSlices) pack_hidden(args, block);
+    else if (block < kWeightBlocks) pack_project(args, block - kSlices);
+    else pack_x(args, block - kWeightBlocks);
+  }
+
+ private:
+  /// A row of `Count` weights, a multiple of 4, by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
+  template <int Count>
+  CUTLASS_DEVICE static float pack_row(float const* row, Half* half, int lane, float& norm) {
+    float value[4], largest = 0.f;
+    norm = 0.f;
+    #pragma unroll 4
+    for (int i = 4 * lane; i < Count; i += 128) {
+      load_vector<float>(value, row + i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) largest = fmaxf(largest, fabsf(value[k])), norm += fabsf(value[k]);
+    }
+    CUTLASS_PRAGMA_UNROLL
+    for (int mask = 16; mask > 0; mask /= 2) norm += __shfl_xor_sync(0xffffffffu, norm, mask);
+    float const scale = half_scale(warp_max(largest));
+    #pragma unroll 4
+    for (int i = 4 * lane; i < Count; i += 128) {
+      load_vector<float>(value, row + i);
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) value[k] *= scale;
+      *reinterpret_cast<cutlass::AlignedArray<Half, 4>*>(half + i) = convert_vector<Half>(value);
+    }
+    return inverse_power(scale);
+  }
+
+  /// 16 hidden channels' expand weights, what is to be known of them, and the taps of a chunk of 64.
+  CUTLASS_DEVICE static void pack_hidden(Arguments const& args, int slice) {
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ float bound[2][kSlice];
+    for (int i = warp; i < kSlice; i += kWarps) {
+      int const c = slice * kSlice + i;
+      HiddenChannel channel{};
+      float of_x = 0.f, of_biases = 0.f;
+      if (c < Config::kC) {
+        int64_t const first = int64_t(c) * Config::kExpandC;
+        channel.inverse_scale = pack_row<Config::kExpandC>(static_cast<float const*>(args.expand_weight) + first,
+                                                           packed<Half>(args, Config::kPackedExpand) + first, lane, channel.norm);
+        if constexpr (Config::kExpandBias) channel.bias = static_cast<float const*>(args.expand_bias)[c];
+        float taps = 0.f;
+        for (int s = 0; s < Config::kKernelW; ++s) taps += fabsf(static_cast<float const*>(args.dw_weight)[int64_t(c) * Config::kKernelW + s]);
+        of_x = channel.norm * taps;
+        of_biases = fabsf(channel.bias) * taps + (Config::kDwBias ? fabsf(static_cast<float const*>(args.dw_bias)[c]) : 0.f);
+      }
+      if (lane == 0) {
+        bound[0][i] = of_x, bound[1][i] = of_biases;
+        packed<HiddenChannel>(args, Config::kPackedChannels)[c] = channel;
+      }
+    }
+    __syncthreads();
+    if (warp == 0) {
+      float const of_x = warp_max(lane < kSlice ? bound[0][lane] : 0.f), of_biases = warp_max(lane < kSlice ? bound[1][lane] : 0.f);
+      if (lane == 0) packed<float2>(args, kBoundOffset)[slice] = make_float2(of_x, of_biases);
+    }
+    // HiddenChannel of the chunk's end, and its taps.
+    constexpr int kLast = kSlices - 1;
+    if (slice == kLast)
+      for (int c = kSlices * kSlice + threadIdx.x; c < kChunks * 64; c += kPackThreads)
+        packed<HiddenChannel>(args, Config::kPackedChannels)[c] = HiddenChannel{};
+    if (slice % 4 == 0) T::pack(args, packed<char>(args, slice / 4 * T::kBytes), slice * kSlice);
+  }
+
+  CUTLASS_DEVICE static void pack_project(Arguments const& args, int slice) {
+    int const lane = threadIdx.x % 32;
+    for (int i = threadIdx.x / 32; i < kSlice; i += kWarps) {
+      int const o = slice * kSlice + i;
+      if (o >= Config::kO) break;
+      int64_t const first = int64_t(o) * Config::kC;
+      float norm;
+      float const inverse = pack_row<Config::kC>(static_cast<float const*>(args.pw_weight) + first,
+                                                 packed<Half>(args, Config::kPackedProject) + first, lane, norm);
+      if (lane == 0) packed<float>(args, kScaleOffset)[o] = inverse;
+    }
+  }
+
+  /// 64 positions of x.
+  CUTLASS_DEVICE static void pack_x(Arguments const& args, int block) {
+    int const blocks = ceil_div(args.w, kPositions), n = block / blocks, first = block % blocks * kPositions;
+    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int64_t const sequence = int64_t(n) * Config::kExpandC * args.w;
+    auto const* x = static_cast<float const*>(args.block_x) + sequence;
+    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + sequence;
+    float* const scales = group_scales(args, n) + first / kGroup;
+    constexpr int kRows = ceil_div(Config::kExpandC, 16);  // of 4 values, a thread
+    float value[kRows][4] = {};
+    // Where a thread's first row lies, and how far apart its rows do. contiguous: 4 positions of every 16th channel; channels_last: a warp has 8
+    // positions, which lie one behind the other.
+    int const position = Config::kChannelsLast ? first + kGroup * warp : first + threadIdx.x % 16 * 4;
+    int64_t const start = Config::kChannelsLast ? int64_t(position) * Config::kExpandC + lane * 4
+                                                : int64_t(threadIdx.x / 16) * args.w + position;
+    int64_t const step = Config::kChannelsLast ? 128 : 16 * int64_t(args.w);
+    int64_t const end = Config::kChannelsLast ? int64_t(min(position + kGroup, args.w)) * Config::kExpandC
+                        : position < args.w   ? int64_t(Config::kExpandC) * args.w
+                                              : 0;
+    float largest = 0.f;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      if (start + i * step < end) load_vector<float>(value[i], x + start + i * step);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i)
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) largest = fmaxf(largest, fabsf(value[i][k]));
+    if constexpr (Config::kChannelsLast) {
+      largest = warp_max(largest);
+    } else {
+      __shared__ float of_warp[kWarps][kPositions / kGroup];
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+      int const group = lane % 16 / 2;
+      of_warp[warp][group] = largest;
+      __syncthreads();
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, of_warp[i][group]);
+    }
+    float const scale = half_scale(largest);
+    int const group = (position - first) / kGroup;
+    bool const writes = Config::kChannelsLast ? lane == 0 : threadIdx.x < 16 && threadIdx.x % 2 == 0;
+    if (writes && position < args.w) scales[group] = inverse_power(scale);
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) value[i][k] *= scale;
+      if (start + i * step < end) *reinterpret_cast<cutlass::AlignedArray<Half, 4>*>(half + start + i * step) = convert_vector<Half>(value[i]);
+    }
+  }
+};
+
+/// What takes sums of the first GEMM in a lane of the expand warpgroup, of two hidden channels, to rows of positions: sum * factor + bias, the factor
+/// times `of_positions` of lane j for the j-th 8 positions.
+struct RowScales {
+  float factor[2], bias[2], inverse[2], of_positions;
+};
+
+/// In the expand warpgroup: scales of a block's tiles.
+template <class Config>
+struct TileScales {
+  using H = HalfOperands<Config>;
+  float of_x = 0.f, of_biases = 0.f;  // |m| <= of_x max|x| + of_biases, of all depthwise outputs m
+  float groups, ahead = 0.f;          // a lane's 8 positions of the window: their inverse scale, in this tile and the next
+  float largest = 0.f;                // bound of |x| in the window
+
+  CUTLASS_DEVICE explicit TileScales(Arguments const& args, int lane) {
+    for (int i = lane; i < H::kSlices; i += 32) {
+      float2 const bound = H::template packed<float2>(args, H::kBoundOffset)[i];
+      of_x = fmaxf(of_x, bound.x), of_biases = fmaxf(of_biases, bound.y);
+    }
+    of_x = warp_max(of_x), of_biases = warp_max(of_biases);
+  }
+  /// Asks for those of the tile of sequence `n` whose window starts at `window`, a multiple of 8.
+  CUTLASS_DEVICE void load(Arguments const& args, int n, int window, int lane) {
+    int const group = window / H::kGroup + lane;
+    bool const inside = n < args.n && lane < Config::kPositions / H::kGroup && group >= 0 && group < H::groups(args);
+    ahead = inside ? H::group_scales(args, n)[group] : 0.f;
+  }
+  CUTLASS_DEVICE void enter() {
+    groups = ahead;
+    largest = warp_max(groups) * 0x1p15f;
+  }
+  /// Of hidden channels `channel` and `channel` + 8.
+  CUTLASS_DEVICE RowScales rows(Arguments const& args, int channel) const {
+    RowScales result;
+    result.of_positions = groups;
+    CUTLASS_PRAGMA_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      HiddenChannel const known = H::template packed<HiddenChannel>(args, Config::kPackedChannels)[channel + 8 * h];
+      float const scale = half_scale(fmaf(known.norm, largest, fabsf(known.bias)));
+      result.factor[h] = known.inverse_scale * scale;
+      result.bias[h] = known.bias * scale;
+      result.inverse[h] = inverse_power(scale);
+    }
+    return result;
+  }
+  /// Scale of all activated hidden channels.
+  CUTLASS_DEVICE float of_activated() const { return half_scale(fmaf(of_x, largest, of_biases)); }
+};
+
+}  // namespace cutlass_sep
