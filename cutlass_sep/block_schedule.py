@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from cutlass_library import MathInstruction, TileDescription
 
 FORMS = ("fused", "two_kernel")
-#: fused: positions of a tile (two warpgroups of 64), hidden channels of a chunk, and tiles of output channels.
-FUSED_TILE = 128
+#: fused: hidden channels of a chunk, and tiles of output channels.
 FUSED_CHUNK = 64
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
-#: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup.
-MOST_POSITIONS = 176
+#: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup, by parts of an operand.
+MOST_POSITIONS = {1: 176, 2: 80}
 #: Sizes (sequences, positions) whose best schedules are all that a block's calls choose from; see TYPICAL_SIZES.
 TYPICAL_LENGTHS = {
     "channels_last": ((1, 1024), (1, 4096), (32, 256), (32, 4096)),
@@ -38,7 +37,7 @@ _EACH = 3
 
 @dataclass(frozen=True)
 class FusedTile:
-    """The fused form's tile (of FUSED_TILE positions) and its rings in shared memory."""
+    """The fused form's tile and its rings in shared memory."""
 
     tile_oc: int  # output channels: all of them
     hidden_slots: int  # chunks of 64 hidden channels
@@ -85,9 +84,9 @@ class BlockSchedule:
             return self.project.tile_description(problem.project)
         from cutlass_library import TileDescription
 
-        shape = [self.tile.tile_oc, FUSED_TILE, FUSED_CHUNK]
-        math = FusedGeometry(problem, self.tile).math_instruction
-        return TileDescription(shape, self.tile.hidden_slots, [1, 8, 1], math, 90, 90)
+        geometry = FusedGeometry(problem, self.tile)
+        shape = [self.tile.tile_oc, geometry.tile_positions, FUSED_CHUNK]
+        return TileDescription(shape, self.tile.hidden_slots, [1, 8, 1], geometry.math_instruction, 90, 90)
 
 
 def _tile_from_json(data: dict[str, Any]) -> FusedTile:
@@ -111,6 +110,15 @@ class FusedGeometry:
         return self.problem.dtype == "float32"
 
     @property
+    def parts(self) -> int:
+        """fp16 numbers that an MMA's operand is the sum of: two for fp32-grade products."""
+        return 2 if self.problem.fp32_precision == "ieee" else 1
+
+    @property
+    def tile_positions(self) -> int:
+        return 128 // self.parts
+
+    @property
     def operand(self) -> str:
         """dtype of the MMAs' operands."""
         return "float16" if self.scaled else self.problem.dtype
@@ -121,14 +129,18 @@ class FusedGeometry:
         from cutlass_library import DataType, MathInstruction, MathOperation, OpcodeClass
 
         element = {"float16": DataType.f16, "bfloat16": DataType.bf16}[self.operand]
-        columns = self.tile.tile_oc // self.halves
+        columns = self.half_oc
         operation = MathOperation.multiply_add
         return MathInstruction([64, columns, 16], element, element, DataType.f32, OpcodeClass.TensorOp, operation)
 
     @property
     def halves(self) -> int:
-        """Instructions side by side that the output channels take."""
-        return 2 if self.tile.tile_oc > 128 else 1
+        """Instructions side by side that the output channels take. In two parts, each is a warpgroup's."""
+        return 2 if self.parts == 2 or self.tile.tile_oc > 128 else 1
+
+    @property
+    def half_oc(self) -> int:
+        return self.tile.tile_oc // self.halves
 
     @property
     def lane_oc(self) -> int:
@@ -138,7 +150,7 @@ class FusedGeometry:
         """
         if not self.channels_last:
             return 2
-        return next(oc for oc in (8, 4, 2) if self.problem.o % (4 * oc) == 0)
+        return next((oc for oc in (8, 4) if self.problem.o % (4 * oc) == 0 == self.half_oc % (4 * oc)), 2)
 
     @property
     def chunks(self) -> int:
@@ -150,15 +162,17 @@ class FusedGeometry:
 
     @property
     def phase(self) -> int:
-        """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes; 8 positions of
-        x share a scale.
+        """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes; positions that
+        share a scale come in pairs.
         """
-        return 0 if self.channels_last and not self.scaled else -self.problem.pads[0] % 8
+        if self.channels_last:
+            return self.problem.pads[0] % 2 if self.scaled else 0
+        return -self.problem.pads[0] % 8
 
     @property
     def positions(self) -> int:
         """Positions of the window, columns of the first GEMM."""
-        return round_up(self.phase + FUSED_TILE + self.halo, 8 if self.channels_last else 16)
+        return round_up(self.phase + self.tile_positions + self.halo, 8 if self.channels_last else 16)
 
     @property
     def expand_atoms(self) -> int:
@@ -178,7 +192,8 @@ class FusedGeometry:
     @property
     def taps_bytes(self) -> int:
         """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh)."""
-        return 16 * (self.reach + 3 + self.scaled) * 16
+        words = self.reach + 3 + self.scaled + (self.parts - 1) * (self.reach + 1)
+        return 16 * words * 16
 
     # Scaled: where parts of the packed weights start (struct HalfOperands of templates/half_operands.cuh).
 
@@ -188,11 +203,11 @@ class FusedGeometry:
 
     @property
     def packed_project(self) -> int:
-        return self.packed_expand + round_up(self.problem.e * self.problem.c * 2, 256)
+        return self.packed_expand + round_up(self.parts * self.problem.e * self.problem.c * 2, 256)
 
     @property
     def packed_channels(self) -> int:
-        return self.packed_project + round_up(self.problem.o * self.problem.e * 2, 256)
+        return self.packed_project + round_up(self.parts * self.problem.o * self.problem.e * 2, 256)
 
     @property
     def workspace_bytes(self) -> int:
@@ -207,7 +222,9 @@ class FusedGeometry:
     def x_bytes(self) -> int:
         """Bytes of the workspace before the packed weights: scaled, x in fp16 and the scales of its positions."""
         p = self.problem
-        return round_up(p.n * p.c * p.l * 2, 256) + round_up(p.n * -(-p.l // 8) * 4, 256) if self.scaled else 0
+        if not self.scaled:
+            return 0
+        return round_up(self.parts * p.n * p.c * p.l * 2, 256) + round_up(p.n * -(-p.l // 8) * 4, 256)
 
     @property
     def pack_blocks(self) -> int:
@@ -220,11 +237,11 @@ class FusedGeometry:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the kernel."""
         t = self.tile
-        rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
+        rows = self.parts * (self.tile_positions * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16)
         hidden = t.hidden_slots * round_up(rows + self.taps_bytes + 66 * 4 * self.scaled, 1024)
-        x = round_up(self.expand_atoms * 64 * 2 * self.positions, 1024)
+        x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
-        project = t.project_slots * t.tile_oc // self.halves * 128
+        project = t.project_slots * self.half_oc * 128
         return x + t.expand_slots * 64 * 128 + project + hidden + (1 + self.scaled) * t.tile_oc * 4 + barriers
 
     @property
@@ -234,7 +251,7 @@ class FusedGeometry:
     @property
     def tiles(self) -> int:
         """Work items of a launch."""
-        return self.problem.n * -(-self.problem.l // FUSED_TILE)
+        return self.problem.n * -(-self.problem.l // self.tile_positions)
 
 
 def typical(problem: SeparableBlock1dProblem) -> list[SeparableBlock1dProblem]:
@@ -285,23 +302,25 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     p = problem
     if path != "sm90" or arch != "sm_90a":
         return f"the fused form is there on path sm90 for sm_90a alone, not on path {path} for {arch}"
-    if p.fp32_precision == "ieee":
-        return f"the fused form takes 16-bit tensors, and {p.dtype} at fp32_precision 'tf32', not at 'ieee'"
     if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8 or (p.layout == "contiguous" and p.l % 8):
         return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
     if p.o > FUSED_TILE_OCS[-1]:
         return f"{p.o} output channels exceed the {FUSED_TILE_OCS[-1]} whose sums the registers hold"
     geometry = FusedGeometry(p, _least_tile(p))
-    if geometry.positions > MOST_POSITIONS:
-        return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {MOST_POSITIONS}"
+    if geometry.positions > (most := MOST_POSITIONS[geometry.parts]):
+        return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {most}"
     if max(p.n, p.l, p.e) > separable.MAX_EXTENT or max(geometry.tiles, geometry.pack_blocks) >= separable.MOST_ITEMS:
         return "kernels count in 32 bits"
     return None
 
 
 def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
-    """Rings in which one slot fills while another is in use; a chunk of hidden channels more, as two are in use."""
+    """Rings in which one slot fills while another is in use; a chunk of hidden channels more, as two are in use. In two
+    parts one chunk of project weights: each warpgroup has a slot for either part of its own.
+    """
     tile_oc = next((oc for oc in FUSED_TILE_OCS if oc >= problem.o), FUSED_TILE_OCS[-1])
+    if problem.fp32_precision == "ieee":
+        return FusedTile(tile_oc, hidden_slots=2, project_slots=4, expand_slots=2)
     return FusedTile(tile_oc, hidden_slots=3, project_slots=2, expand_slots=2)
 
 
@@ -309,13 +328,14 @@ def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
     """The fused schedules that fit: more chunks of hidden channels, of project weights, or of expand weights alone."""
     found = []
-    for hidden, project in ((3, 2), (4, 2), (3, 3)):  # project: whole chunks
-        least = _least_tile(problem)
-        halves = FusedGeometry(problem, least).halves
+    least = _least_tile(problem)
+    halves, parts = FusedGeometry(problem, least).halves, FusedGeometry(problem, least).parts
+    rings = ((2, 2), (3, 2)) if parts == 2 else ((3, 2), (4, 2), (3, 3))  # project: whole chunks, or parts of one
+    for hidden, project in rings:
         tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
-        slots = min(room // (64 * 128 + 16), 2 * geometry.expand_atoms)
+        slots = min(room // (64 * 128 + 16), 2 * parts * geometry.expand_atoms)
         if slots >= 2:
             found.append(BlockSchedule("fused", "sm90", tile=replace(tile, expand_slots=slots)))
     return tuple(found)
@@ -353,11 +373,14 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
         return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
     # The project warpgroups give a half back when they have issued the next one, for which the depthwise warpgroup asks
     # only when there is room for both of its chunk: with fewer slots they wait for each other.
-    halves = FusedGeometry(problem, schedule.tile).halves
+    geometry = FusedGeometry(problem, schedule.tile)
+    halves = geometry.halves
+    if geometry.parts == 2 and schedule.tile.project_slots != 4:
+        return Support(False, f"project_slots={schedule.tile.project_slots} must be 4: two parts for two warpgroups")
     if schedule.tile.project_slots <= halves:
         reason = f"must be more than the {halves} that a chunk of {schedule.tile.tile_oc} output channels takes"
         return Support(False, f"project_slots={schedule.tile.project_slots} {reason}")
-    shared_bytes = FusedGeometry(problem, schedule.tile).shared_bytes
+    shared_bytes = geometry.shared_bytes
     if shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
     return Support(True)

@@ -214,22 +214,24 @@ class FusedStage(Stage):
 
     def _tensor_maps(self) -> list[TensorMap]:
         g = self.geometry
+        # The low parts of operands are further channels of x, and further rows of weights.
+        channels = g.parts * g.problem.c
         if g.channels_last:
-            x = window = TensorMap(_X, ("c", "l", "n"), (64, g.positions, 1), 128)
+            x = window = TensorMap(_X, (channels, "l", "n"), (64, g.positions, 1), 128)
         else:
             blocks = g.positions // 16
-            x = TensorMap(_X, ("l", "c", "n"), (16, 64, 1), 32)
+            x = TensorMap(_X, ("l", channels, "n"), (16, 64, 1), 32)
             # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
-            strides = (("l",), (16,), ("l", "c"))
-            window = TensorMap(_X, ("l", "c", blocks, "n"), (16, 64, blocks, 1), 32, strides)
-        expand = TensorMap(_EXPAND_WEIGHT, ("c", "e"), (64, FUSED_CHUNK), 128)
-        rows = g.tile.tile_oc // g.halves  # not by math_instruction, for which cutlass_library takes 12 ms to import
+            strides = (("l",), (16,), ("l", channels))
+            window = TensorMap(_X, ("l", channels, blocks, "n"), (16, 64, blocks, 1), 32, strides)
+        expand = TensorMap(_EXPAND_WEIGHT, ("c", g.parts * g.problem.e), (64, FUSED_CHUNK), 128)
+        rows = g.half_oc
         if g.lane_oc == 2:
-            project = TensorMap(_PW_WEIGHT, ("e", "o"), (FUSED_CHUNK, rows), 128)
+            project = TensorMap(_PW_WEIGHT, ("e", g.parts * g.problem.o), (FUSED_CHUNK, rows), 128)
         else:
             # Lane t has columns 2t and 2t + 1 of each 8: these get lane_oc output channels that lie side by side.
             pairs, group = g.lane_oc // 2, 4 * g.lane_oc
-            extents = ("e", 2, 4, pairs, g.problem.o // group)
+            extents = ("e", 2, 4, pairs, g.parts * g.problem.o // group)
             strides = (("e",), (g.lane_oc, "e"), (2, "e"), (group, "e"))
             project = TensorMap(_PW_WEIGHT, extents, (FUSED_CHUNK, 2, 4, pairs, rows // group), 128, strides)
         if not g.scaled:

@@ -24,13 +24,15 @@ CUTLASS_DEVICE float maximum(float a, float b) {
   return y;
 }
 
-/// c[0] + c[1] x + c[2] x^2 + ...
-template <int N>
-CUTLASS_DEVICE float polynomial(float const (&c)[N], float x) {
-  float y = c[N - 1];
+/// c[0] + c[1] x + c[2] x^2 + ... of N values, step by step for all of them, so that they hide each other's latencies.
+template <int Terms, int N>
+CUTLASS_DEVICE void polynomials(float const (&c)[Terms], float const (&x)[N], float (&y)[N]) {
   CUTLASS_PRAGMA_UNROLL
-  for (int i = N - 2; i >= 0; --i) y = fmaf(y, x, c[i]);
-  return y;
+  for (int k = 0; k < N; ++k) y[k] = c[Terms - 1];
+  CUTLASS_PRAGMA_UNROLL
+  for (int i = Terms - 2; i >= 0; --i)
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < N; ++k) y[k] = fmaf(y[k], x[k], c[i]);
 }
 
 /// x / (1 + 2^v), given v - 16: both parts of the quotient are 2^-16 of that, which reaches bfloat16's smallest numbers.
@@ -77,12 +79,7 @@ CUTLASS_DEVICE void gelu16(float const (&c)[Terms], float (&x)[N]) {
   float minus_a[N], y[N];
   CUTLASS_PRAGMA_UNROLL
   for (int k = 0; k < N; ++k) minus_a[k] = fabsf(kFinite ? x[k] : fminf(x[k], 100.f)) * -0x1p-16f;
-  CUTLASS_PRAGMA_UNROLL
-  for (int k = 0; k < N; ++k) y[k] = c[Terms - 1];
-  CUTLASS_PRAGMA_UNROLL
-  for (int i = Terms - 2; i >= 0; --i)
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < N; ++k) y[k] = fmaf(y[k], minus_a[k], c[i]);
+  polynomials(c, minus_a, y);
   CUTLASS_PRAGMA_UNROLL
   for (int k = 0; k < N; ++k) y[k] = exp2_approximate(y[k]);
   CUTLASS_PRAGMA_UNROLL
@@ -135,7 +132,9 @@ struct Gelu<cutlass::bfloat16_t> {
 /// and k a rest stays below 0.06 up to a = 5: its roundings count for little. Beyond a = 6.5, where y > -3e-10, rest is constant.
 template <>
 struct Gelu<float> {
-  CUTLASS_DEVICE static float apply(float x) {
+  CUTLASS_DEVICE static float apply(float x) { return apply_one<Gelu>(x); }
+  template <bool kFinite, int N>
+  CUTLASS_DEVICE static void apply_several(float (&x)[N]) {
     constexpr float rest[] = {-0.01951952837407589f,    -0.037592269480228424f, 0.025766057893633842f,  -0.003862477373331785f,
                               0.000521389243658632f,    -5.793144373456016e-05f, 3.943373030779185e-06f, 3.4657952596717223e-07f,
                               -2.2670413102332532e-07f, 5.130243607709417e-08f,  -4.75880357342362e-09f};
@@ -144,15 +143,25 @@ struct Gelu<float> {
                                0.0016137585043907166f, -0.00014404923422262073f, 1.0526141522859689e-05f};
     constexpr float kRound = 0x1.8p23f + 126.f;  // a float near it ends in the bits of 126 + n, the exponent field of 2^(n - 1)
 
-    float const b = fabsf(fminf(x, 100.f));
-    float const a = fminf(b, 13.31f);  // n is -126 there: 2^(n - 1) becomes 0
-    float const rounded = fmaf(a, fmaf(a, -0.64f, -0.945f), kRound);
-    float const n = rounded - kRound;
-    float f = fmaf(n, 1.5625f, a * a);
-    float const lost = fmaf(a, a, fmaf(n, 1.5625f, -f));  // in both roundings
-    f = fmaf(a, 1.4765625f, f) + fmaf(a, polynomial(rest, fminf(a, 6.5f) - 2.5f), lost);
-    float const half = -b * __int_as_float(__float_as_int(rounded) << 23);
-    return fmaf(half, polynomial(power, f), maximum(x, -0.f) + half);
+    float a[N], f[N], lost[N], half[N], centred[N], p[N];
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < N; ++k) {
+      float const b = fabsf(kFinite ? x[k] : fminf(x[k], 100.f));
+      a[k] = fminf(b, 13.31f);  // n is -126 there: 2^(n - 1) becomes 0
+      float const rounded = fmaf(a[k], fmaf(a[k], -0.64f, -0.945f), kRound);
+      float const n = rounded - kRound;
+      half[k] = -b * __int_as_float(__float_as_int(rounded) << 23);
+      f[k] = fmaf(n, 1.5625f, a[k] * a[k]);
+      lost[k] = fmaf(a[k], a[k], fmaf(n, 1.5625f, -f[k]));  // in both roundings
+      f[k] = fmaf(a[k], 1.4765625f, f[k]);
+            centred[k] = fminf(a[k], 6.5f) - 2.5f;
+    }
+    polynomials(rest, centred, p);
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < N; ++k) f[k] += fmaf(a[k], p[k], lost[k]);
+    polynomials(power, f, p);
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < N; ++k) x[k] = fmaf(half[k], p[k], maximum(x[k], -0.f) + half[k]);
   }
 };
 

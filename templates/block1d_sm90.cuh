@@ -1,11 +1,12 @@
 // The 1-D block on Hopper in 16 bit: expand, depthwise, activation and project in one persistent, warp-specialised kernel. The hidden channels
 // never leave the multiprocessor. fp32 tensors come as fp16 ones with scales (half_operands.cuh), written by the launch before.
 //
-// A tile is kTile positions of one sequence, and all output channels. For each chunk of 64 hidden channels
+// A tile is 128 positions of one sequence, and all output channels. For each chunk of 64 hidden channels
 //   the expand warpgroup computes the chunk at every position of the window (wgmma, D[hidden channel][position]), adds its bias, puts zeros
 //     outside the sequence and leaves rows of positions in shared memory;
 //   the depthwise warpgroup turns the rows, in place, into activated depthwise outputs (toeplitz_depthwise.cuh);
-//   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it.
+//   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it. (With operands in two parts, a tile
+//     is 64 positions, and each of the two has half of the output channels.)
 // The three work on chunks behind each other, in a ring of slots. The sums of the second GEMM start from the residual, which is x as it lies in
 // shared memory; in fp32 it is added at the end, from global memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon
 // as a slot is free.
@@ -21,24 +22,28 @@ struct BlockLayout {
   using T = ToeplitzTaps<Config>;
   static constexpr int kProjectWarpgroups = 2, kProjectWarps = 4 * kProjectWarpgroups;
   static constexpr int kProjectThreads = 128 * kProjectWarpgroups;
-  static constexpr int kTile = 64 * kProjectWarpgroups;
+  static constexpr int kParts = Config::kParts;  // of an operand: 2 for fp32-grade products
+  static constexpr int kTile = Config::kTile;
+  static_assert(kTile == 64 * kProjectWarpgroups / kParts);
   static constexpr int kThreads = 256 + kProjectThreads;
   static constexpr int kChunkChannels = 64;
   static constexpr int kChunks = ceil_div(Config::kC, kChunkChannels);
   /// The window: kPhase positions (TMA starts on 16 bytes), the halo on both sides, the tile; a multiple of 8, contiguous of 16.
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
-  static constexpr int kProjectRegisters = 160;
-  static constexpr int kExpandRegisters = kPositions <= 152 ? 104 : 120;
+  static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
+  static constexpr int kExpandRegisters = kParts == 2 || kPositions > 152 ? 120 : 104;
   static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
-  /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch.
-  static constexpr int kHalves = Config::kTileOc > 128 ? 2 : 1;
+  /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch. In two parts, a half is a
+  /// warpgroup's.
+  static constexpr int kHalves = kParts == 2 || Config::kTileOc > 128 ? 2 : 1;
   static constexpr int kHalfOc = Config::kTileOc / kHalves;
+  static constexpr int kWarpgroupOc = Config::kTileOc / kParts;
   /// x, 64 channels at a time: contiguous [16 positions][channel][32 bytes of positions]; channels_last [position][128 bytes of channels].
   /// Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
-  static constexpr int kXBytes = kExpandAtoms * kXAtomBytes;
+  static constexpr int kXBytes = kParts * kExpandAtoms * kXAtomBytes;  // in two parts, the low ones behind all high ones
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
   /// channels, and in fp32 the inverse scales of the rows, the scale of their activated values and its inverse.
   static constexpr int kExpandSlotBytes = 64 * 128;
@@ -121,7 +126,7 @@ struct BlockShared {
       x_empty[i].init(4 + (L::kStartsFromX ? L::kProjectWarps : 0));
     }
     for (int i = 0; i < Config::kExpandSlots; ++i) expand_full[i].init(1), expand_empty[i].init(4);
-    for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps);
+    for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps / L::kParts);
     for (int i = 0; i < Config::kHiddenSlots; ++i) {
       taps_full[i].init(1);
       taps_empty[i].init(4);
@@ -141,8 +146,9 @@ struct BlockShared {
         output_inverse_scales()[o] = o < Config::kO ? HalfOperands<Config>::template packed<float>(args, HalfOperands<Config>::kScaleOffset)[o] : 0.f;
     }
     for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
-      for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
-        *reinterpret_cast<uint4*>(hidden(slot) + 2 * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
+      for (int part = 0; part < L::kParts; ++part)
+        for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
+          *reinterpret_cast<uint4*>(hidden(slot) + part * L::R::kPartBytes + L::R::kBlocks * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
   }
 };
 
@@ -202,7 +208,7 @@ struct Expand {
     Config::ExpandAtom::fma(a, b, c[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
   }
 
-  /// x of MMA instruction `i` (16 channels).
+  /// x of MMA instruction `i` (16 channels), of the low part behind those of the high one.
   CUTLASS_DEVICE static uint64_t x_descriptor(char const* x, int i) {
     if constexpr (Config::kChannelsLast) return k_major_descriptor(x, i / 4 * L::kXAtomBytes + i % 4 * 32);
     return mn_major_descriptor(x, L::kXBlockBytes, i / 4 * L::kXAtomBytes + i % 4 * 16 * 32);
@@ -215,25 +221,65 @@ struct Expand {
     int const window = tile.window(args);
     auto* const full = &shared.x_full[atom];
     auto* const barrier = reinterpret_cast<uint64_t*>(full);
-    char* const to = shared.x() + atom * L::kXAtomBytes;
-    full->arrive_and_expect_tx(L::kXAtomBytes);
-    if constexpr (Config::kChannelsLast) {
-      cute::SM90_TMA_LOAD_3D::copy(&x_window_map, barrier, kTmaHint, to, 64 * atom, window, tile.n);
-    } else if (window >= 0 && window + L::kPositions <= args.w) {
-      cute::SM90_TMA_LOAD_4D::copy(&x_window_map, barrier, kTmaHint, to, window, 64 * atom, 0, tile.n);
-    } else {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < L::kPositions / 16; ++i)
-        cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, to + i * L::kXBlockBytes, window + 16 * i, 64 * atom, tile.n);
+    full->arrive_and_expect_tx(L::kParts * L::kXAtomBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int part = 0; part < L::kParts; ++part) {
+      int const channel = 64 * atom + part * Config::kExpandC;
+      char* const to = shared.x() + (atom + part * L::kExpandAtoms) * L::kXAtomBytes;
+      if constexpr (Config::kChannelsLast) {
+        cute::SM90_TMA_LOAD_3D::copy(&x_window_map, barrier, kTmaHint, to, channel, window, tile.n);
+      } else if (window >= 0 && window + L::kPositions <= args.w) {
+        cute::SM90_TMA_LOAD_4D::copy(&x_window_map, barrier, kTmaHint, to, window, channel, 0, tile.n);
+      } else {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int i = 0; i < L::kPositions / 16; ++i)
+          cute::SM90_TMA_LOAD_3D::copy(&x_map, barrier, kTmaHint, to + i * L::kXBlockBytes, window + 16 * i, channel, tile.n);
+      }
     }
   }
 
-  /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
+  /// The chunk's hidden channels, without bias. `done(weight, i)` follows the MMAs with slot i of the chunk's weights: 64 channels of x, of each the
+  /// high part before the low one.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
                                       uint32_t x_parity, Done const& done) {
     using Indices = cute::make_int_sequence<L::kPositions / 2>;
     RingCursor<Config::kExpandSlots> previous;
+    if constexpr (L::kParts == 2) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = 0.f;
+      CUTLASS_PRAGMA_UNROLL
+      for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
+        // The tensor cores cut sums off: after 64 channels they are added up in fp32.
+        Accumulator part;
+        shared.x_full[atom].wait(x_parity);
+        shared.expand_full[weight.slot].wait(weight.parity);
+        cute::warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int low = 1; low >= 0; --low)
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < 4; ++k)
+            fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * (atom + low * L::kExpandAtoms) + k), part,
+                low == 0 || k > 0, Indices{});
+        cute::warpgroup_commit_batch();
+        previous = weight;
+        weight.advance();
+        shared.expand_full[weight.slot].wait(weight.parity);
+        cute::warpgroup_arrive();
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < 4; ++k)
+          fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), part, true, Indices{});
+        cute::warpgroup_commit_batch();
+        cute::warpgroup_wait<1>();
+        done(previous, 2 * atom);
+        cute::warpgroup_wait<0>();
+        done(weight, 2 * atom + 1);
+        weight.advance();
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] += part[i];
+      }
+      return;
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
       shared.x_full[atom].wait(x_parity);
@@ -260,46 +306,58 @@ struct Expand {
     // Units of 8 positions in the window, and of a row. A row starts kShift positions into the window: of a unit of a row, the last positions
     // come from the same unit of the window and the first from the one behind it. Each pair of positions keeps its place within 16 bytes, so
     // that the unit is rotated; ToeplitzDepthwise reads it so.
-    constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < 16 + R::kTails ? kWindow : 16 + R::kTails;
+    constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < R::kUnits + R::kTails ? kWindow : R::kUnits + R::kTails;
     bool const behind = lane % 4 * 2 < R::kShift;
-    auto const words = [&](int j, uint32_t (&word)[2]) {
-      word[0] = word[1] = 0;
+    // [part][row half]
+    auto const words = [&](int j, uint32_t (&word)[L::kParts][2]) {
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < L::kParts; ++part) word[part][0] = word[part][1] = 0;
       if (j >= kWindow) return;
       float factor[2] = {1.f, 1.f};
       if constexpr (Config::kScaled) {
-        float const unit = __shfl_sync(0xffffffffu, to.of_positions, j);
+        float const unit = __shfl_sync(0xffffffffu, to.of_positions, j + (lane % 4 * 2 + HalfOperands<Config>::kSkew) / 8);
         factor[0] = unit * to.factor[0], factor[1] = unit * to.factor[1];
       }
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {
-        float const* const value = sum + 4 * j + 2 * h;
-        word[h] = pack_pair<Operand>(fmaf(value[0], factor[h], to.bias[h]), fmaf(value[1], factor[h], to.bias[h]));
-        if constexpr (Config::kFp16Range) word[h] = half_or_nan(word[h]);
+        float const low = fmaf(sum[4 * j + 2 * h], factor[h], to.bias[h]), high = fmaf(sum[4 * j + 2 * h + 1], factor[h], to.bias[h]);
+        word[0][h] = pack_pair<Operand>(low, high);
+        if constexpr (L::kParts == 2) word[1][h] = low_half_pair(low, high);
+        if constexpr (Config::kFp16Range) word[0][h] = half_or_nan(word[0][h]);
         if constexpr (kMask) {
           uint32_t const position = 8 * j + lane % 4 * 2 - first, length = last - first;
-          word[h] &= (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
+          uint32_t const mask = (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
+          CUTLASS_PRAGMA_UNROLL
+          for (int part = 0; part < L::kParts; ++part) word[part][h] &= mask;
         }
       }
     };
     // Matrix m of a store: unit u + m / 2, row half m % 2; lane l addresses row l % 8 of matrix l / 8.
     int const channel = 16 * warp + lane % 16;
-    uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, 16) + lane / 16 * R::kTailBytes;
-    uint32_t next[2];
+    uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, R::kUnits) + lane / 16 * R::kTailBytes;
+    uint32_t next[L::kParts][2];
     words(0, next);
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < kUnits; u += 2) {
-      uint32_t raw[4];
+      uint32_t raw[L::kParts][4];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < 4; m += 2) {
-        uint32_t const here[2] = {next[0], next[1]};
+        uint32_t here[L::kParts][2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int part = 0; part < L::kParts; ++part) here[part][0] = next[part][0], here[part][1] = next[part][1];
         words(u + m / 2 + 1, next);
         CUTLASS_PRAGMA_UNROLL
-        for (int h = 0; h < 2; ++h) raw[m + h] = R::kShift != 0 && behind ? next[h] : here[h];
+        for (int part = 0; part < L::kParts; ++part)
+          CUTLASS_PRAGMA_UNROLL
+          for (int h = 0; h < 2; ++h) raw[part][m + h] = R::kShift != 0 && behind ? next[part][h] : here[part][h];
       }
-      char* const address = rows + (u < 16 ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - 16) * R::kTailBytes);
-      auto& target = *reinterpret_cast<cute::uint128_t*>(address);
-      if (u + 1 < kUnits) cute::SM90_U32x4_STSM_N::copy(raw[0], raw[1], raw[2], raw[3], target);
-      else cute::SM90_U32x2_STSM_N::copy(raw[0], raw[1], target);
+      char* const address = rows + (u < R::kUnits ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - R::kUnits) * R::kTailBytes);
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < L::kParts; ++part) {
+        auto& target = *reinterpret_cast<cute::uint128_t*>(address + part * R::kPartBytes);
+        if (u + 1 < kUnits) cute::SM90_U32x4_STSM_N::copy(raw[part][0], raw[part][1], raw[part][2], raw[part][3], target);
+        else cute::SM90_U32x2_STSM_N::copy(raw[part][0], raw[part][1], target);
+      }
     }
   }
 
@@ -307,20 +365,20 @@ struct Expand {
                                  cute::TmaDescriptor const& expand_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const chunks = own_tiles<Config>(args) * L::kChunks;
-    // 64 channels of x of a chunk's weights.
-    auto const load_weights = [&](int slot, int chunk, int atom) {
+    // Slot `i` of a chunk's weights: 64 channels of x, a part.
+    constexpr int kLoads = L::kExpandAtoms * L::kParts;
+    auto const load_weights = [&](int slot, int chunk, int i) {
       auto& full = shared.expand_full[slot];
       full.arrive_and_expect_tx(L::kExpandSlotBytes);
-      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), atom * 64,
-                                   chunk * L::kChunkChannels);
+      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), i / L::kParts * 64,
+                                   chunk * L::kChunkChannels + i % L::kParts * Config::kC);
     };
     if (warp == 0 && cute::elect_one_sync() && chunks > 0) {
       BlockTile<Config> const tile(args, blockIdx.x);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kExpandAtoms; ++i)
-        load_weights(i, i / L::kExpandAtoms % L::kChunks, i % L::kExpandAtoms);
+      for (int i = 0; i < Config::kExpandSlots && i < chunks * kLoads; ++i) load_weights(i, i / kLoads % L::kChunks, i % kLoads);
     }
     __syncwarp();
 
@@ -340,18 +398,20 @@ struct Expand {
       }
       auto const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
-      // Gives back what the MMAs over 64 channels of x have read, and asks for what comes there next.
-      multiply(sum, shared, weight, turn % 2, [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
+      // Gives back what MMAs have read, and asks for what comes there next.
+      multiply(sum, shared, weight, turn % 2, [&](RingCursor<Config::kExpandSlots> const& done, int load) {
+        int const atom = load / L::kParts;
+        bool const leaves_x = last && load % L::kParts == L::kParts - 1;
         arrive_warp(shared.expand_empty[done.slot], lane);
-        if (last && lane == 0) shared.x_empty[atom].arrive();
+        if (leaves_x && lane == 0) shared.x_empty[atom].arrive();
         // Of the weights, those that come next are kExpandSlots further on.
-        int const ahead = (atom + Config::kExpandSlots) / L::kExpandAtoms;
+        int const ahead = (load + Config::kExpandSlots) / kLoads;
         if (warp == 0 && cute::elect_one_sync()) {
           if (i + ahead < chunks) {
             shared.expand_empty[done.slot].wait(done.parity);
-            load_weights(done.slot, (chunk + ahead) % L::kChunks, (atom + Config::kExpandSlots) % L::kExpandAtoms);
+            load_weights(done.slot, (chunk + ahead) % L::kChunks, (load + Config::kExpandSlots) % kLoads);
           }
-          if (last && i + 1 < chunks) {
+          if (leaves_x && i + 1 < chunks) {
             shared.x_empty[atom].wait(turn % 2);
             load_x(args, x_map, x_window_map, shared, next, atom);
           }
@@ -381,6 +441,20 @@ struct Expand {
   }
 };
 
+/// One thread: a chunk's project weights for half of the output channels, one part of them.
+template <class Config>
+CUTLASS_DEVICE void load_project_weights(cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared, int slot, int chunk, int half,
+                                         int part) {
+  using L = BlockLayout<Config>;
+  auto& full = shared.project_full[slot];
+  full.arrive_and_expect_tx(L::kProjectSlotBytes);
+  auto* const barrier = reinterpret_cast<uint64_t*>(&full);
+  int const hidden = chunk * L::kChunkChannels, output = half * L::kHalfOc + part * Config::kO;
+  char* const to = shared.project(slot);
+  if constexpr (Config::kLaneOc == 2) cute::SM90_TMA_LOAD_2D::copy(&project_map, barrier, kTmaHint, to, hidden, output);
+  else cute::SM90_TMA_LOAD_5D::copy(&project_map, barrier, kTmaHint, to, hidden, 0, 0, 0, output / (4 * Config::kLaneOc));
+}
+
 /// The depthwise warpgroup: each warp has 16 of a chunk's rows.
 template <class Config>
 struct Depthwise {
@@ -390,18 +464,31 @@ struct Depthwise {
 
   /// Activated outputs of 8 channels from `channel` on, in place of the rows that they came from; times `scale`, if they are scaled.
   CUTLASS_DEVICE static void store_operand(char* rows, int channel, typename Toeplitz::Value& value, float scale, int lane) {
-    // Matrix m of a store: channel k + m / 2, 64 positions m % 2; its row r is a unit of 8 positions.
-    uint32_t const offset = R::offset(channel + lane / 16, lane / 8 % 2 * 8 + lane % 8);
+    // Matrix m of a store: channel k + m / 2, 64 positions (or part) m % 2; its row r is a unit of 8 positions.
+    uint32_t const second = lane / 8 % 2;
+    uint32_t const offset = L::kParts == 1 ? R::offset(channel + lane / 16, second * 8 + lane % 8)
+                                           : R::offset(channel + lane / 16, lane % 8) + second * R::kPartBytes;
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 8; k += 2) {
       // 16 values at a time: with 8, ptxas at times interleaves two of them only.
-      if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
+      if constexpr (L::kParts == 1) {
+        if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
+      } else if (k % 4 == 0) {
+        float several[8];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) several[i] = value[k + i / 2][i % 2];
+        activate<typename Config::MidActivation>(several);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) value[k + i / 2][i % 2] = several[i];
+      }
       uint32_t packed[4];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < 4; ++m) {
-        float pair[2] = {value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]};
+        int const first = L::kParts == 1 ? m % 2 * 2 : 0;
+        float pair[2] = {value[k + m / 2][first], value[k + m / 2][first + 1]};
         if constexpr (Config::kScaled) pair[0] *= scale, pair[1] *= scale;
-        packed[m] = pack_pair<typename Config::Operand>(pair[0], pair[1]);
+        bool const low = L::kParts == 2 && m % 2 == 1;
+        packed[m] = low ? low_half_pair(pair[0], pair[1]) : pack_pair<typename Config::Operand>(pair[0], pair[1]);
       }
       auto& target = *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4));
       cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
@@ -418,26 +505,21 @@ struct Depthwise {
       cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::T::kBytes,
                                      reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::T::kBytes);
     };
-    auto const load_project = [&](int i, int slot) {
-      auto& full = shared.project_full[slot];
-      full.arrive_and_expect_tx(L::kProjectSlotBytes);
-      auto* const barrier = reinterpret_cast<uint64_t*>(&full);
-      int const hidden = i / L::kHalves % L::kChunks * L::kChunkChannels, output = i % L::kHalves * L::kHalfOc;
-      char* const to = shared.project(slot);
-      if constexpr (Config::kLaneOc == 2) cute::SM90_TMA_LOAD_2D::copy(&project_map, barrier, kTmaHint, to, hidden, output);
-      else cute::SM90_TMA_LOAD_5D::copy(&project_map, barrier, kTmaHint, to, hidden, 0, 0, 0, output / (4 * Config::kLaneOc));
-    };
     if (warp == 0 && cute::elect_one_sync())
       for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
     RingCursor<Config::kHiddenSlots> hidden;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
       // The project weights of a chunk are asked for here and not by the expand warpgroup, which may have to wait for the project warpgroups to
-      // start a tile.
-      if (warp == 0 && cute::elect_one_sync())
-        for (int half = 0; half < L::kHalves; ++half)
-          load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, load_project);
-      __syncwarp();
+      // start a tile. (In two parts by a project warpgroup, whose slots are its own.)
+      if constexpr (L::kParts == 1) {
+        if (warp == 0 && cute::elect_one_sync())
+          for (int half = 0; half < L::kHalves; ++half)
+            load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, [&](int load, int slot) {
+              load_project_weights(project_map, shared, slot, load / L::kHalves % L::kChunks, load % L::kHalves, 0);
+            });
+        __syncwarp();
+      }
       char* const rows = shared.hidden(hidden.slot);
       shared.taps_full[hidden.slot].wait(hidden.parity);
       shared.hidden_full[hidden.slot].wait(hidden.parity);
@@ -464,12 +546,13 @@ struct Project {
   using L = BlockLayout<Config>;
   using R = PositionRows<Config>;
   using Element = typename Config::Element;
-  using Accumulator = float[Config::kTileOc / 2];
+  static constexpr int kOc = L::kWarpgroupOc;
+  using Accumulator = float[kOc / 2];
   static constexpr int kRun = Config::kLaneOc / 2;  // blocks of 8 columns in which a lane has channels side by side
 
   template <int Half, int... I>
-  CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, cute::integer_sequence<int, I...>) {
-    Config::MmaAtom::fma(a, b, c[Half * L::kHalfOc / 2 + I]..., cute::SM90::GMMA::ScaleOut::One);
+  CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, bool accumulate, cute::integer_sequence<int, I...>) {
+    Config::MmaAtom::fma(a, b, c[Half * L::kHalfOc / 2 + I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
   }
 
   /// sums += activated depthwise outputs x project weights, over a chunk and half of the output channels; left in flight.
@@ -478,9 +561,107 @@ struct Project {
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < L::kChunkChannels / 16; ++k)
-      fma<Half>(mn_major_row_descriptor(rows, k * 16 * 128), k_major_descriptor(weights, 32 * k), acc,
+      fma<Half>(mn_major_row_descriptor(rows, k * 16 * 128), k_major_descriptor(weights, 32 * k), acc, true,
                 cute::make_int_sequence<L::kHalfOc / 2>{});
     cute::warpgroup_commit_batch();
+  }
+
+  /// Whether the arithmetic was that of fp32, as far as the lane's sums tell. A hidden value that is not finite, or not in its 16-bit type, leaves no sum
+  /// of its position finite; weights that no scale takes to fp16 spoil those of their output channel.
+  CUTLASS_DEVICE static bool finite(Accumulator const& acc) {
+    if constexpr (!Config::kScaled) return fabsf(acc[0]) < __int_as_float(0x7f800000) && fabsf(acc[2]) < __int_as_float(0x7f800000);
+    float check[4] = {};
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kOc / 2; ++i) check[i % 4] = fmaf(acc[i], 0.f, check[i % 4]);
+    float const all = (check[0] + check[1]) + (check[2] + check[3]);
+    return all == all;
+  }
+
+  /// The sums of a tile.
+  CUTLASS_DEVICE static void multiply(Accumulator& acc, float& unit, BlockShared<Config> const& shared, RingCursor<Config::kHiddenSlots>& hidden,
+                                      RingCursor<Config::kProjectSlots>& weight, int warpgroup, int lane) {
+    // Else ptxas takes the sums for values that are still read while MMAs run, and lets each MMA wait for the one before (C7514).
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
+    // The MMAs of a chunk's half are in flight while those of the next one are issued; then their slots are given back.
+    int previous_weight = -1, previous_hidden = -1;
+    auto const give_back = [&] {
+      if (previous_weight >= 0) arrive_warp(shared.project_empty[previous_weight], lane);
+      if (previous_hidden >= 0) arrive_warp(shared.operand_empty[previous_hidden], lane);
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int chunk = 0; chunk < L::kChunks; ++chunk) {
+      char const* const rows = shared.hidden(hidden.slot) + warpgroup * R::kBlockBytes;
+      shared.operand_full[hidden.slot].wait(hidden.parity);
+      if constexpr (Config::kScaled) unit = shared.activated_inverse_scale(hidden.slot);
+      shared.project_full[weight.slot].wait(weight.parity);
+      issue<0>(acc, rows, shared.project(weight.slot));
+      cute::warpgroup_wait<1>();
+      give_back();
+      previous_weight = weight.slot, previous_hidden = -1;
+      weight.advance();
+      if constexpr (L::kHalves == 2) {
+        shared.project_full[weight.slot].wait(weight.parity);
+        issue<1>(acc, rows, shared.project(weight.slot));
+        cute::warpgroup_wait<1>();
+        give_back();
+        previous_weight = weight.slot;
+        weight.advance();
+      }
+      previous_hidden = hidden.slot;
+      hidden.advance();
+    }
+    cute::warpgroup_wait<0>();
+    give_back();
+  }
+
+  /// In two parts: the sums of a tile, of the warpgroup's half of the output channels. Slot 2 * warpgroup + part is always the same part's.
+  CUTLASS_DEVICE static void multiply_parts(Accumulator& acc, float& unit, BlockShared<Config> const& shared, cute::TmaDescriptor const& project_map,
+                                            RingCursor<Config::kHiddenSlots>& hidden, RingCursor<1>& weight, bool last_tile, int warpgroup, int warp,
+                                            int lane) {
+    constexpr auto indices = cute::make_int_sequence<L::kHalfOc / 2>{};
+    int const high = 2 * warpgroup, low = high + 1;
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int chunk = 0; chunk < L::kChunks; ++chunk) {
+      // Gives back what MMAs have read of the weights; asks for the same of the next chunk.
+      auto const give_back = [&](int slot) {
+        arrive_warp(shared.project_empty[slot], lane);
+        if (warp == 0 && cute::elect_one_sync() && !(last_tile && chunk == L::kChunks - 1)) {
+          shared.project_empty[slot].wait(weight.parity);
+          load_project_weights(project_map, shared, slot, (chunk + 1) % L::kChunks, warpgroup, slot - high);
+        }
+        __syncwarp();
+      };
+      // The tensor cores cut sums off: after 64 channels they are added up in fp32.
+      Accumulator part;
+      char const* const rows = shared.hidden(hidden.slot);
+      shared.operand_full[hidden.slot].wait(hidden.parity);
+      unit = shared.activated_inverse_scale(hidden.slot);
+      shared.project_full[high].wait(weight.parity);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int p = 1; p >= 0; --p)
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < L::kChunkChannels / 16; ++k)
+          fma<0>(mn_major_row_descriptor(rows, p * R::kPartBytes + k * 16 * 128), k_major_descriptor(shared.project(high), 32 * k), part,
+                 p == 0 || k > 0, indices);
+      cute::warpgroup_commit_batch();
+      shared.project_full[low].wait(weight.parity);
+      cute::warpgroup_arrive();
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < L::kChunkChannels / 16; ++k)
+        fma<0>(mn_major_row_descriptor(rows, k * 16 * 128), k_major_descriptor(shared.project(low), 32 * k), part, true, indices);
+      cute::warpgroup_commit_batch();
+      cute::warpgroup_wait<1>();
+      give_back(high);
+      cute::warpgroup_wait<0>();
+      give_back(low);
+      arrive_warp(shared.operand_empty[hidden.slot], lane);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kOc / 2; ++i) acc[i] += part[i];
+      weight.advance();
+      hidden.advance();
+    }
   }
 
   /// The residual as the sums' first value: x at the warp's positions, from `position` of the window on (a multiple of 8 where contiguous).
@@ -516,9 +697,10 @@ struct Project {
     }
   }
 
-  /// In fp32: sums, scaled, with bias and residual, to y. `q`: the warp's first position; `unit`: the inverse scale of the activated hidden channels.
+  /// In fp32: sums, scaled, with bias and residual, to y. `q`: the warp's first position; `first_oc`: output channel of the first column; `unit`: the
+  /// inverse scale of the activated hidden channels.
   CUTLASS_DEVICE static void store_scaled(Arguments const& args, Accumulator const& acc, BlockShared<Config> const& shared, float unit, int n, int q,
-                                          int lane) {
+                                          int first_oc, int lane) {
     // Lane (g, t): channels 8j + kLaneOc t + i of positions g and g + 8, for each run j of kRun blocks of 8 columns.
     constexpr int kLaneOc = Config::kLaneOc, kVector = !Config::kChannelsLast ? 1 : kLaneOc < 4 ? kLaneOc : 4;
     // Runs whose residual is asked for at a time: as many as there are registers for.
@@ -526,12 +708,12 @@ struct Project {
     using Vector = cutlass::AlignedArray<float, kVector>;
     int const g = lane / 4, t = lane % 4;
     int64_t const position_step = Config::kChannelsLast ? Config::kO : 1, channel_step = Config::kChannelsLast ? 1 : args.w;
-    int64_t const first = int64_t(n) * Config::kO * args.w + (q + g) * position_step + kLaneOc * t * channel_step;
+    int64_t const first = int64_t(n) * Config::kO * args.w + (q + g) * position_step + (first_oc + kLaneOc * t) * channel_step;
     float* y = static_cast<float*>(args.y) + first;
     float const* x = static_cast<float const*>(args.block_x) + first;
     bool const inside[2] = {q + g < args.w, q + g + 8 < args.w};
     CUTLASS_PRAGMA_UNROLL
-    for (int start = 0; start < Config::kTileOc / 8; start += kRun * kBatch) {
+    for (int start = 0; start < kOc / 8; start += kRun * kBatch) {
       auto const for_each_vector = [&](auto const& visit) {
         CUTLASS_PRAGMA_UNROLL
         for (int r = 0; r < kBatch; ++r)
@@ -539,8 +721,8 @@ struct Project {
           for (int h = 0; h < 2; ++h)
             CUTLASS_PRAGMA_UNROLL
             for (int i = 0; i < kLaneOc; i += kVector) {
-              int const j = start + kRun * r, oc = 8 * j + kLaneOc * t + i;
-              if (j < Config::kTileOc / 8 && inside[h] && oc < Config::kO) visit(r, h, i, j, oc, (8 * kRun * r + i) * channel_step + 8 * h * position_step);
+              int const j = start + kRun * r, oc = first_oc + 8 * j + kLaneOc * t + i;
+              if (j < kOc / 8 && inside[h] && oc < Config::kO) visit(r, h, i, j, oc, (8 * kRun * r + i) * channel_step + 8 * h * position_step);
             }
       };
       float residual[kBatch][2][kLaneOc] = {};
@@ -602,9 +784,16 @@ struct Project {
     }
   }
 
-  CUTLASS_DEVICE static void run(Arguments const& args, BlockShared<Config> const& shared, int warpgroup) {
-    int const warp = 4 * warpgroup + cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
-    int const first = 16 * warp;  // position of the warp's sums within the tile
+  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared, int warpgroup) {
+    int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
+    int const first = 16 * warp + (L::kParts == 1 ? 64 * warpgroup : 0);  // position of the warp's sums within the tile
+    int const first_oc = L::kParts == 1 ? 0 : kOc * warpgroup;
+    if constexpr (L::kParts == 2) {
+      if (warp == 0 && cute::elect_one_sync() && own_tiles<Config>(args) > 0)
+        for (int part = 0; part < 2; ++part) load_project_weights(project_map, shared, 2 * warpgroup + part, 0, warpgroup, part);
+      __syncwarp();
+    }
+    RingCursor<1> parts;  // of the weights' slots
     RingCursor<1> x;
     RingCursor<Config::kProjectSlots> weight;
     RingCursor<Config::kHiddenSlots> hidden;
@@ -620,52 +809,21 @@ struct Project {
         x.advance();
       } else {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Config::kTileOc / 2; ++i) acc[i] = 0.f;
+        for (int i = 0; i < kOc / 2; ++i) acc[i] = 0.f;
       }
-      // Else ptxas takes the sums for values that are still read while MMAs run, and lets each MMA wait for the one before (C7514).
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kTileOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
-      // The MMAs of a chunk's half are in flight while those of the next one are issued; then their slots are given back.
-      int previous_weight = -1, previous_hidden = -1;
       float unit = 1.f;  // inverse scale of the activated hidden channels
-      auto const give_back = [&] {
-        if (previous_weight >= 0) arrive_warp(shared.project_empty[previous_weight], lane);
-        if (previous_hidden >= 0) arrive_warp(shared.operand_empty[previous_hidden], lane);
-      };
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int chunk = 0; chunk < L::kChunks; ++chunk) {
-        char const* const rows = shared.hidden(hidden.slot) + warpgroup * R::kBlockBytes;
-        shared.operand_full[hidden.slot].wait(hidden.parity);
-        if constexpr (Config::kScaled) unit = shared.activated_inverse_scale(hidden.slot);
-        shared.project_full[weight.slot].wait(weight.parity);
-        issue<0>(acc, rows, shared.project(weight.slot));
-        cute::warpgroup_wait<1>();
-        give_back();
-        previous_weight = weight.slot, previous_hidden = -1;
-        weight.advance();
-        if constexpr (L::kHalves == 2) {
-          shared.project_full[weight.slot].wait(weight.parity);
-          issue<1>(acc, rows, shared.project(weight.slot));
-          cute::warpgroup_wait<1>();
-          give_back();
-          previous_weight = weight.slot;
-          weight.advance();
-        }
-        previous_hidden = hidden.slot;
-        hidden.advance();
+      if constexpr (L::kParts == 2) {
+        multiply_parts(acc, unit, shared, project_map, hidden, parts, index + int(gridDim.x) >= tiles, warpgroup, warp, lane);
+      } else {
+        multiply(acc, unit, shared, hidden, weight, warpgroup, lane);
       }
-      cute::warpgroup_wait<0>();
-      give_back();
-
-      // A hidden value that is not finite, or not in its 16-bit type, leaves no sum of its position finite.
       int const q = tile.l + first;
-      bool const finite = fabsf(acc[0]) < __int_as_float(0x7f800000) && fabsf(acc[2]) < __int_as_float(0x7f800000);
-      if (__all_sync(0xffffffffu, finite)) {
-        if constexpr (Config::kScaled) store_scaled(args, acc, shared, unit, tile.n, q, lane);
+      if (__all_sync(0xffffffffu, finite(acc))) {
+        if constexpr (Config::kScaled) store_scaled(args, acc, shared, unit, tile.n, q, first_oc, lane);
         else store(args, acc, shared.bias(), tile.n, q, lane);
       } else {
         CUTLASS_PRAGMA_NO_UNROLL
-        for (int i = 0; i < 16 && q + i < args.w; ++i) exact_block_pixel<Config>(args, tile.n, 0, Config::kO, q + i, lane);
+        for (int i = 0; i < 16 && q + i < args.w; ++i) exact_block_pixel<Config>(args, tile.n, first_oc, first_oc + kOc, q + i, lane);
       }
     }
   }
@@ -690,7 +848,7 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
   __syncthreads();
   if (warpgroup < L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_alloc<L::kProjectRegisters>();
-    Project<Config>::run(args, shared, warpgroup);
+    Project<Config>::run(args, project_map, shared, warpgroup);
   } else if (warpgroup == L::kProjectWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<L::kExpandRegisters>();
     Expand<Config>::run(args, x_map, x_window_map, expand_map, shared);

@@ -1,5 +1,6 @@
 // fp32 tensors as fp16 operands of MMAs, which have as many bits as TF32 ones, at twice the rate: what an operand is rounded from is first multiplied
-// by a power of two that brings the largest of its group close to the end of fp16's range, and sums are divided by it.
+// by a power of two that brings the largest of its group close to the end of fp16's range, and sums are divided by it. For fp32-grade products an
+// operand has a second, low part, which is what rounding left of it: 22 bits together. The product of both low parts is left out.
 //
 // Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel, and, of a tile, a hidden channel and all
 // activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and |activation(m)| <= |m|: they never
@@ -22,9 +23,10 @@ struct alignas(16) HiddenChannel {
   float unused;
 };
 
-/// Workspace before the packed weights: x in fp16, in its own layout; the inverse scale of each 8 positions, [N][ceil(L / 8)].
+/// Workspace before the packed weights: x in fp16, in its own layout, the low part as further channels; the inverse scale of each 8 positions,
+/// [N][ceil(L / 8)].
 ///
-/// Packed: the taps of all chunks (ToeplitzTaps); from kPackedExpand and kPackedProject on the fp16 weights as they lie; then, from kPackedChannels on,
+/// Packed: the taps of all chunks (ToeplitzTaps); from kPackedExpand and kPackedProject on the fp16 weights, the low part as further rows; from kPackedChannels on,
 /// HiddenChannel of all chunks, the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
 template <class Config>
 struct HalfOperands {
@@ -40,11 +42,14 @@ struct HalfOperands {
   static constexpr int kBoundOffset = kScaleOffset + Config::kTileOc * 4;
   static constexpr int kBytes = round_up(kBoundOffset + kSlices * 8, 256);
   static constexpr int kWarps = kPackThreads / 32;
+  /// A window starts so many positions behind a group's first; even, so that a group has both of a pair.
+  static constexpr int kSkew = (8 * 128 - ((Config::kKernelW - 1) * Config::kDilationW / 2 + Config::kPhase)) % kGroup;
+  static_assert(kSkew % 2 == 0);
 
   CUTLASS_DEVICE static int groups(Arguments const& args) { return ceil_div(args.w, kGroup); }
   /// Of a sequence.
   CUTLASS_DEVICE static float* group_scales(Arguments const& args, int n) {
-    int64_t const x_bytes = (int64_t(args.n) * Config::kExpandC * args.w * 2 + 255) / 256 * 256;
+    int64_t const x_bytes = (int64_t(args.n) * Config::kParts * Config::kExpandC * args.w * 2 + 255) / 256 * 256;
     return reinterpret_cast<float*>(static_cast<char*>(const_cast<void*>(args.x)) + x_bytes) + int64_t(n) * groups(args);
   }
   template <class Value>
@@ -60,9 +65,23 @@ struct HalfOperands {
   }
 
  private:
-  /// A row of `Count` weights, a multiple of 4, by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
-  template <int Count>
-  CUTLASS_DEVICE static float pack_row(float const* row, Half* half, int lane, float& norm) {
+  /// Four values to fp16, the low part `low` elements further on.
+  CUTLASS_DEVICE static void store(Half* half, int64_t low, float const (&value)[4]) {
+    using Pairs = cutlass::AlignedArray<uint32_t, 2>;
+    Pairs pair;
+    pair[0] = pack_pair<Half>(value[0], value[1]), pair[1] = pack_pair<Half>(value[2], value[3]);
+    *reinterpret_cast<Pairs*>(half) = pair;
+    if constexpr (Config::kParts == 2) {
+      pair[0] = low_half_pair(value[0], value[1]), pair[1] = low_half_pair(value[2], value[3]);
+      *reinterpret_cast<Pairs*>(half + low) = pair;
+    }
+  }
+
+  /// Row `row` of `Rows` of `Count` weights (a multiple of 4), by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
+  template <int Rows, int Count>
+  CUTLASS_DEVICE static float pack_row(void const* weights, Half* halves, int index, int lane, float& norm) {
+    float const* const row = static_cast<float const*>(weights) + int64_t(index) * Count;
+    Half* const half = halves + int64_t(index) * Count;
     float value[4], largest = 0.f;
     norm = 0.f;
     #pragma unroll 4
@@ -79,7 +98,7 @@ struct HalfOperands {
       load_vector<float>(value, row + i);
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) value[k] *= scale;
-      *reinterpret_cast<cutlass::AlignedArray<Half, 4>*>(half + i) = convert_vector<Half>(value);
+      store(half + i, int64_t(Rows) * Count, value);
     }
     return inverse_power(scale);
   }
@@ -93,9 +112,8 @@ struct HalfOperands {
       HiddenChannel channel{};
       float of_x = 0.f, of_biases = 0.f;
       if (c < Config::kC) {
-        int64_t const first = int64_t(c) * Config::kExpandC;
-        channel.inverse_scale = pack_row<Config::kExpandC>(static_cast<float const*>(args.expand_weight) + first,
-                                                           packed<Half>(args, Config::kPackedExpand) + first, lane, channel.norm);
+        channel.inverse_scale =
+            pack_row<Config::kC, Config::kExpandC>(args.expand_weight, packed<Half>(args, Config::kPackedExpand), c, lane, channel.norm);
         if constexpr (Config::kExpandBias) channel.bias = static_cast<float const*>(args.expand_bias)[c];
         float taps = 0.f;
         for (int s = 0; s < Config::kKernelW; ++s) taps += fabsf(static_cast<float const*>(args.dw_weight)[int64_t(c) * Config::kKernelW + s]);
@@ -125,10 +143,8 @@ struct HalfOperands {
     for (int i = threadIdx.x / 32; i < kSlice; i += kWarps) {
       int const o = slice * kSlice + i;
       if (o >= Config::kO) break;
-      int64_t const first = int64_t(o) * Config::kC;
       float norm;
-      float const inverse = pack_row<Config::kC>(static_cast<float const*>(args.pw_weight) + first,
-                                                 packed<Half>(args, Config::kPackedProject) + first, lane, norm);
+      float const inverse = pack_row<Config::kO, Config::kC>(args.pw_weight, packed<Half>(args, Config::kPackedProject), o, lane, norm);
       if (lane == 0) packed<float>(args, kScaleOffset)[o] = inverse;
     }
   }
@@ -139,7 +155,7 @@ struct HalfOperands {
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int64_t const sequence = int64_t(n) * Config::kExpandC * args.w;
     auto const* x = static_cast<float const*>(args.block_x) + sequence;
-    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + sequence;
+    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + Config::kParts * sequence;
     float* const scales = group_scales(args, n) + first / kGroup;
     constexpr int kRows = ceil_div(Config::kExpandC, 16);  // of 4 values, a thread
     float value[kRows][4] = {};
@@ -180,13 +196,18 @@ struct HalfOperands {
     for (int i = 0; i < kRows; ++i) {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) value[i][k] *= scale;
-      if (start + i * step < end) *reinterpret_cast<cutlass::AlignedArray<Half, 4>*>(half + start + i * step) = convert_vector<Half>(value[i]);
+      int64_t const at = start + i * step;
+      if (at >= end) continue;
+      // channels_last, each position before it has a low part.
+      int const before = position + (lane * 4 + 128 * i) / Config::kExpandC;
+      if constexpr (Config::kChannelsLast) store(half + at + (Config::kParts - 1) * int64_t(before) * Config::kExpandC, Config::kExpandC, value[i]);
+      else store(half + at, int64_t(Config::kExpandC) * args.w, value[i]);
     }
   }
 };
 
 /// What takes sums of the first GEMM in a lane of the expand warpgroup, of two hidden channels, to rows of positions: sum * factor + bias, the factor
-/// times `of_positions` of lane j for the j-th 8 positions.
+/// times `of_positions` of lane j for the j-th group of 8 positions.
 struct RowScales {
   float factor[2], bias[2], inverse[2], of_positions;
 };
@@ -196,7 +217,7 @@ template <class Config>
 struct TileScales {
   using H = HalfOperands<Config>;
   float of_x = 0.f, of_biases = 0.f;  // |m| <= of_x max|x| + of_biases, of all depthwise outputs m
-  float groups, ahead = 0.f;          // a lane's 8 positions of the window: their inverse scale, in this tile and the next
+  float groups, ahead = 0.f;          // a lane's group of 8 positions in the window: its inverse scale, in this tile and the next
   float largest = 0.f;                // bound of |x| in the window
 
   CUTLASS_DEVICE explicit TileScales(Arguments const& args, int lane) {
@@ -206,10 +227,10 @@ struct TileScales {
     }
     of_x = warp_max(of_x), of_biases = warp_max(of_biases);
   }
-  /// Asks for those of the tile of sequence `n` whose window starts at `window`, a multiple of 8.
+  /// Asks for those of the tile of sequence `n` whose window starts at `window`.
   CUTLASS_DEVICE void load(Arguments const& args, int n, int window, int lane) {
-    int const group = window / H::kGroup + lane;
-    bool const inside = n < args.n && lane < Config::kPositions / H::kGroup && group >= 0 && group < H::groups(args);
+    int const group = (window - H::kSkew) / H::kGroup + lane;
+    bool const inside = n < args.n && lane <= Config::kPositions / H::kGroup && group >= 0 && group < H::groups(args);
     ahead = inside ? H::group_scales(args, n)[group] : 0.f;
   }
   CUTLASS_DEVICE void enter() {

@@ -32,6 +32,12 @@ CUTLASS_DEVICE uint32_t pack_pair(float low, float high) {
   return reinterpret_cast<uint32_t const&>(packed);
 }
 
+/// What rounding to fp16 leaves of two values, in fp16.
+CUTLASS_DEVICE uint32_t low_half_pair(float low, float high) {
+  __half2 const rounded = __floats2half2_rn(low, high);
+  return pack_pair<cutlass::half_t>(low - __low2float(rounded), high - __high2float(rounded));
+}
+
 /// Two fp16 values, NaN in place of Inf.
 CUTLASS_DEVICE uint32_t half_or_nan(uint32_t pair) {
   uint32_t r;
