@@ -242,7 +242,8 @@ class FusedGeometry:
         x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
         project = t.project_slots * self.half_oc * 128
-        return x + t.expand_slots * 64 * 128 + project + hidden + (1 + self.scaled) * t.tile_oc * 4 + barriers
+        outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8)
+        return x + t.expand_slots * 64 * 128 + project + hidden + outputs + barriers
 
     @property
     def threads(self) -> int:

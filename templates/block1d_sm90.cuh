@@ -32,7 +32,7 @@ struct BlockLayout {
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
   static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
-  static constexpr int kExpandRegisters = kParts == 2 || kPositions > 152 ? 120 : 104;
+  static constexpr int kExpandRegisters = kParts == 2 ? 128 : kPositions > 152 ? 120 : 104;
   static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
   /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch. In two parts, a half is a
   /// warpgroup's.
@@ -42,6 +42,7 @@ struct BlockLayout {
   /// x, 64 channels at a time: contiguous [16 positions][channel][32 bytes of positions]; channels_last [position][128 bytes of channels].
   /// Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
+  static constexpr int kLoads = kExpandAtoms * kParts;  // slots of a chunk's expand weights
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
   static constexpr int kXBytes = kParts * kExpandAtoms * kXAtomBytes;  // in two parts, the low ones behind all high ones
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
@@ -57,7 +58,7 @@ struct BlockLayout {
   static constexpr int kHiddenOffset = kProjectOffset + Config::kProjectSlots * kProjectSlotBytes;
   static constexpr int kBiasOffset = kHiddenOffset + Config::kHiddenSlots * kHiddenSlotBytes;  // of output channels, fp32
   static constexpr int kScaleOffset = kBiasOffset + Config::kTileOc * 4;  // inverse scales of the project weights' rows
-  static constexpr int kBarrierOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 : 0);
+  static constexpr int kBarrierOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 + 8 : 0);  // and HalfOperands::bound
   static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kExpandSlots + Config::kProjectSlots) + 5 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
   static constexpr int kPackedBytes = Config::kScaled ? HalfOperands<Config>::kBytes : kChunks * T::kBytes;
@@ -118,6 +119,7 @@ struct BlockShared {
   CUTLASS_DEVICE float& activated_inverse_scale(int slot) const { return inverse_scales(slot)[65]; }
   CUTLASS_DEVICE float* bias() const { return reinterpret_cast<float*>(base + L::kBiasOffset); }
   CUTLASS_DEVICE float* output_inverse_scales() const { return reinterpret_cast<float*>(base + L::kScaleOffset); }
+  CUTLASS_DEVICE float2& depthwise_bound() const { return reinterpret_cast<float2&>(output_inverse_scales()[Config::kTileOc]); }
 
   /// Barriers count warps, or TMA's bytes.
   CUTLASS_DEVICE void initialise() const {
@@ -145,6 +147,8 @@ struct BlockShared {
       if constexpr (Config::kScaled)
         output_inverse_scales()[o] = o < Config::kO ? HalfOperands<Config>::template packed<float>(args, HalfOperands<Config>::kScaleOffset)[o] : 0.f;
     }
+    if constexpr (Config::kScaled)
+      if (threadIdx.x < 32) depthwise_bound() = HalfOperands<Config>::bound(args, threadIdx.x);
     for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
       for (int part = 0; part < L::kParts; ++part)
         for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
@@ -180,9 +184,6 @@ struct Unscaled {
   struct Rows {
     float bias[2] = {};
   };
-  CUTLASS_DEVICE Unscaled(Arguments const&, int) {}
-  CUTLASS_DEVICE void load(Arguments const&, int, int, int) {}
-  CUTLASS_DEVICE void enter() {}
   CUTLASS_DEVICE Rows rows(Arguments const& args, int channel) const {
     Rows result;
     if constexpr (Config::kExpandBias) {
@@ -202,6 +203,7 @@ struct Expand {
   using Operand = typename Config::Operand;
   using Accumulator = float[L::kPositions / 2];
   using Scales = cute::conditional_t<Config::kScaled, TileScales<Config>, Unscaled<Config>>;
+  using Rows = typename Scales::Rows;
 
   template <int... I>
   CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, Accumulator& c, bool accumulate, cute::integer_sequence<int, I...>) {
@@ -238,70 +240,56 @@ struct Expand {
     }
   }
 
-  /// The chunk's hidden channels, without bias. `done(weight, i)` follows the MMAs with slot i of the chunk's weights: 64 channels of x, of each the
-  /// high part before the low one.
+  /// MMAs with slot `load` of a chunk's weights, left in flight: 64 channels of x; in two parts, of each the high part before the low one, which x's
+  /// high part alone is multiplied by. `accumulate`: whether `sum` has something yet.
+  CUTLASS_DEVICE static void issue(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots> const& weight, int load,
+                                   uint32_t x_parity, bool accumulate) {
+    int const atom = load / L::kParts;
+    shared.x_full[atom].wait(x_parity);
+    shared.expand_full[weight.slot].wait(weight.parity);
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int part = load % L::kParts == 0 ? L::kParts - 1 : 0; part >= 0; --part)
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k) {
+        fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * (atom + part * L::kExpandAtoms) + k), sum, accumulate,
+            cute::make_int_sequence<L::kPositions / 2>{});
+        accumulate = true;
+      }
+    cute::warpgroup_commit_batch();
+  }
+
+  /// The chunk's hidden channels, without bias. `done(weight, load)` follows the MMAs with a slot of the chunk's weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
                                       uint32_t x_parity, Done const& done) {
-    using Indices = cute::make_int_sequence<L::kPositions / 2>;
+    // The tensor cores cut sums off: after kRun slots they are added up in fp32.
+    constexpr int kRun = L::kParts == 2 ? 4 : L::kLoads;
+    Accumulator part;
+    Accumulator& current = *(L::kParts == 2 ? &part : &sum);
     RingCursor<Config::kExpandSlots> previous;
-    if constexpr (L::kParts == 2) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = 0.f;
-      CUTLASS_PRAGMA_UNROLL
-      for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
-        // The tensor cores cut sums off: after 64 channels they are added up in fp32.
-        Accumulator part;
-        shared.x_full[atom].wait(x_parity);
-        shared.expand_full[weight.slot].wait(weight.parity);
-        cute::warpgroup_arrive();
-        CUTLASS_PRAGMA_UNROLL
-        for (int low = 1; low >= 0; --low)
-          CUTLASS_PRAGMA_UNROLL
-          for (int k = 0; k < 4; ++k)
-            fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * (atom + low * L::kExpandAtoms) + k), part,
-                low == 0 || k > 0, Indices{});
-        cute::warpgroup_commit_batch();
-        previous = weight;
-        weight.advance();
-        shared.expand_full[weight.slot].wait(weight.parity);
-        cute::warpgroup_arrive();
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < 4; ++k)
-          fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), part, true, Indices{});
-        cute::warpgroup_commit_batch();
-        cute::warpgroup_wait<1>();
-        done(previous, 2 * atom);
-        cute::warpgroup_wait<0>();
-        done(weight, 2 * atom + 1);
-        weight.advance();
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] += part[i];
-      }
-      return;
-    }
     CUTLASS_PRAGMA_UNROLL
-    for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
-      shared.x_full[atom].wait(x_parity);
-      shared.expand_full[weight.slot].wait(weight.parity);
-      cute::warpgroup_arrive();
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k)
-        fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * atom + k), sum, atom + k > 0, Indices{});
-      cute::warpgroup_commit_batch();
-      if (atom > 0) {
+    for (int load = 0; load < L::kLoads; ++load) {
+      int const position = load % kRun;
+      issue(current, shared, weight, load, x_parity, position > 0);
+      if (position > 0) {
         cute::warpgroup_wait<1>();
-        done(previous, atom - 1);
+        done(previous, load - 1);
       }
       previous = weight;
       weight.advance();
+      if (position < kRun - 1 && load < L::kLoads - 1) continue;
+      cute::warpgroup_wait<0>();
+      done(previous, load);
+      if constexpr (L::kParts == 2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = load < kRun ? part[i] : sum[i] + part[i];
+      }
     }
-    cute::warpgroup_wait<0>();
-    done(previous, L::kExpandAtoms - 1);
   }
 
   /// To rows of positions; zero but for positions [first, last) of the window.
-  template <bool kMask, class Rows>
+  template <bool kMask>
   CUTLASS_DEVICE static void store_rows(char* rows, Accumulator const& sum, Rows const& to, int warp, int lane, int first, int last) {
     // Units of 8 positions in the window, and of a row. A row starts kShift positions into the window: of a unit of a row, the last positions
     // come from the same unit of the window and the first from the one behind it. Each pair of positions keeps its place within 16 bytes, so
@@ -315,7 +303,7 @@ struct Expand {
       if (j >= kWindow) return;
       float factor[2] = {1.f, 1.f};
       if constexpr (Config::kScaled) {
-        float const unit = __shfl_sync(0xffffffffu, to.of_positions, j + (lane % 4 * 2 + HalfOperands<Config>::kSkew) / 8);
+        float const unit = __shfl_sync(0xffffffffu, to.of_groups, j + (lane % 4 * 2 + HalfOperands<Config>::kSkew) / 8);
         factor[0] = unit * to.factor[0], factor[1] = unit * to.factor[1];
       }
       CUTLASS_PRAGMA_UNROLL
@@ -365,8 +353,6 @@ struct Expand {
                                  cute::TmaDescriptor const& expand_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const chunks = own_tiles<Config>(args) * L::kChunks;
-    // Slot `i` of a chunk's weights: 64 channels of x, a part.
-    constexpr int kLoads = L::kExpandAtoms * L::kParts;
     auto const load_weights = [&](int slot, int chunk, int i) {
       auto& full = shared.expand_full[slot];
       full.arrive_and_expect_tx(L::kExpandSlotBytes);
@@ -378,7 +364,8 @@ struct Expand {
       CUTLASS_PRAGMA_NO_UNROLL
       for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < Config::kExpandSlots && i < chunks * kLoads; ++i) load_weights(i, i / kLoads % L::kChunks, i % kLoads);
+      for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kLoads; ++i)
+        load_weights(i, i / L::kLoads % L::kChunks, i % L::kLoads);
     }
     __syncwarp();
 
@@ -387,29 +374,31 @@ struct Expand {
     // Chunks are numbered through all tiles of the block.
     int turn = 0, chunk = 0, window = BlockTile<Config>(args, blockIdx.x).window(args);
     BlockTile<Config> next(args, blockIdx.x + gridDim.x);
-    Scales scales(args, lane);
-    scales.load(args, BlockTile<Config>(args, blockIdx.x).n, window, lane);
+    Scales scales;
+    if constexpr (Config::kScaled) scales.load(args, BlockTile<Config>(args, blockIdx.x).n, window, lane);
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
       bool const last = chunk == L::kChunks - 1;
-      if (chunk == 0) {
-        scales.enter();
-        scales.load(args, next.n, next.window(args), lane);
+      if constexpr (Config::kScaled) {
+        if (chunk == 0) {
+          scales.enter(shared.depthwise_bound());
+          scales.load(args, next.n, next.window(args), lane);
+        }
       }
-      auto const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
+      Rows const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
       // Gives back what MMAs have read, and asks for what comes there next.
-      multiply(sum, shared, weight, turn % 2, [&](RingCursor<Config::kExpandSlots> const& done, int load) {
+      auto const done = [&](RingCursor<Config::kExpandSlots> const& done, int load) {
         int const atom = load / L::kParts;
         bool const leaves_x = last && load % L::kParts == L::kParts - 1;
         arrive_warp(shared.expand_empty[done.slot], lane);
         if (leaves_x && lane == 0) shared.x_empty[atom].arrive();
         // Of the weights, those that come next are kExpandSlots further on.
-        int const ahead = (load + Config::kExpandSlots) / kLoads;
+        int const ahead = (load + Config::kExpandSlots) / L::kLoads;
         if (warp == 0 && cute::elect_one_sync()) {
           if (i + ahead < chunks) {
             shared.expand_empty[done.slot].wait(done.parity);
-            load_weights(done.slot, (chunk + ahead) % L::kChunks, (load + Config::kExpandSlots) % kLoads);
+            load_weights(done.slot, (chunk + ahead) % L::kChunks, (load + Config::kExpandSlots) % L::kLoads);
           }
           if (leaves_x && i + 1 < chunks) {
             shared.x_empty[atom].wait(turn % 2);
@@ -417,15 +406,16 @@ struct Expand {
           }
         }
         __syncwarp();
-      });
+      };
+      multiply(sum, shared, weight, turn % 2, done);
       char* const rows = shared.hidden(hidden.slot);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
       if constexpr (Config::kScaled) {
         float* const inverse = shared.inverse_scales(hidden.slot);
         if (lane % 4 == 0) inverse[16 * warp + lane / 4] = to.inverse[0], inverse[16 * warp + lane / 4 + 8] = to.inverse[1];
         if (warp == 0 && lane == 0) {
-          float const scale = scales.of_activated();
-          shared.activated_scale(hidden.slot) = scale, shared.activated_inverse_scale(hidden.slot) = inverse_power(scale);
+          shared.activated_scale(hidden.slot) = scales.of_activated;
+          shared.activated_inverse_scale(hidden.slot) = inverse_power(scales.of_activated);
         }
       }
       if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, to, warp, lane, 0, 0);

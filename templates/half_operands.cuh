@@ -52,6 +52,15 @@ struct HalfOperands {
     int64_t const x_bytes = (int64_t(args.n) * Config::kParts * Config::kExpandC * args.w * 2 + 255) / 256 * 256;
     return reinterpret_cast<float*>(static_cast<char*>(const_cast<void*>(args.x)) + x_bytes) + int64_t(n) * groups(args);
   }
+  /// |m| <= x max|x| + y of all depthwise outputs m. By a warp.
+  CUTLASS_DEVICE static float2 bound(Arguments const& args, int lane) {
+    float2 result = make_float2(0.f, 0.f);
+    for (int i = lane; i < kSlices; i += 32) {
+      float2 const slice = packed<float2>(args, kBoundOffset)[i];
+      result.x = fmaxf(result.x, slice.x), result.y = fmaxf(result.y, slice.y);
+    }
+    return make_float2(warp_max(result.x), warp_max(result.y));
+  }
   template <class Value>
   CUTLASS_DEVICE static Value* packed(Arguments const& args, int offset) {
     return reinterpret_cast<Value*>(static_cast<char*>(args.workspace) + offset);
@@ -207,40 +216,35 @@ struct HalfOperands {
 };
 
 /// What takes sums of the first GEMM in a lane of the expand warpgroup, of two hidden channels, to rows of positions: sum * factor + bias, the factor
-/// times `of_positions` of lane j for the j-th group of 8 positions.
+/// times the inverse scale of the position.
 struct RowScales {
-  float factor[2], bias[2], inverse[2], of_positions;
+  float factor[2], bias[2], inverse[2], of_groups;
 };
 
 /// In the expand warpgroup: scales of a block's tiles.
 template <class Config>
 struct TileScales {
   using H = HalfOperands<Config>;
-  float of_x = 0.f, of_biases = 0.f;  // |m| <= of_x max|x| + of_biases, of all depthwise outputs m
-  float groups, ahead = 0.f;          // a lane's group of 8 positions in the window: its inverse scale, in this tile and the next
-  float largest = 0.f;                // bound of |x| in the window
+  using Rows = RowScales;
+  float groups, ahead;  // a lane's group of 8 positions in the window: its inverse scale, in this tile and the next
+  float largest;        // bound of |x| in the window
+  float of_activated;   // scale of all activated hidden channels
 
-  CUTLASS_DEVICE explicit TileScales(Arguments const& args, int lane) {
-    for (int i = lane; i < H::kSlices; i += 32) {
-      float2 const bound = H::template packed<float2>(args, H::kBoundOffset)[i];
-      of_x = fmaxf(of_x, bound.x), of_biases = fmaxf(of_biases, bound.y);
-    }
-    of_x = warp_max(of_x), of_biases = warp_max(of_biases);
-  }
   /// Asks for those of the tile of sequence `n` whose window starts at `window`.
   CUTLASS_DEVICE void load(Arguments const& args, int n, int window, int lane) {
     int const group = (window - H::kSkew) / H::kGroup + lane;
     bool const inside = n < args.n && lane <= Config::kPositions / H::kGroup && group >= 0 && group < H::groups(args);
     ahead = inside ? H::group_scales(args, n)[group] : 0.f;
   }
-  CUTLASS_DEVICE void enter() {
+  CUTLASS_DEVICE void enter(float2 bound) {
     groups = ahead;
     largest = warp_max(groups) * 0x1p15f;
+    of_activated = half_scale(fmaf(bound.x, largest, bound.y));
   }
   /// Of hidden channels `channel` and `channel` + 8.
   CUTLASS_DEVICE RowScales rows(Arguments const& args, int channel) const {
     RowScales result;
-    result.of_positions = groups;
+    result.of_groups = groups;
     CUTLASS_PRAGMA_UNROLL
     for (int h = 0; h < 2; ++h) {
       HiddenChannel const known = H::template packed<HiddenChannel>(args, Config::kPackedChannels)[channel + 8 * h];
@@ -251,8 +255,6 @@ struct TileScales {
     }
     return result;
   }
-  /// Scale of all activated hidden channels.
-  CUTLASS_DEVICE float of_activated() const { return half_scale(fmaf(of_x, largest, of_biases)); }
 };
 
 }  // namespace cutlass_sep
