@@ -180,6 +180,10 @@ class FusedGeometry:
         return -(-self.problem.c // 64)
 
     @property
+    def expand_slot_bytes(self) -> int:
+        return self.parts * 64 * 128
+
+    @property
     def reach(self) -> int:
         """Positions from the start of a row of hidden channels to the end of the first output's taps."""
         return self.phase % 2 + self.halo + 1
@@ -192,8 +196,9 @@ class FusedGeometry:
     @property
     def taps_bytes(self) -> int:
         """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh)."""
-        words = self.reach + 3 + self.scaled + (self.parts - 1) * (self.reach + 1)
-        return 16 * words * 16
+        if self.parts == 2:  # (struct Fp32Taps of templates/fp32_depthwise.cuh)
+            return 64 * round_up(1 + self.problem.kernel, 4) * 4
+        return 16 * (self.reach + 3 + self.scaled) * 16
 
     # Scaled: where parts of the packed weights start (struct HalfOperands of templates/half_operands.cuh).
 
@@ -237,13 +242,16 @@ class FusedGeometry:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of the kernel."""
         t = self.tile
-        rows = self.parts * (self.tile_positions * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16)
+        rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
+        if self.parts == 2:
+            rows = 64 * self.positions * 4
         hidden = t.hidden_slots * round_up(rows + self.taps_bytes + 66 * 4 * self.scaled, 1024)
         x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
+        expand = t.expand_slots * self.expand_slot_bytes
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
         project = t.project_slots * self.half_oc * 128
         outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8)
-        return x + t.expand_slots * 64 * 128 + project + hidden + outputs + barriers
+        return x + expand + project + hidden + outputs + barriers
 
     @property
     def threads(self) -> int:
@@ -336,7 +344,7 @@ def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, 
         tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
-        slots = min(room // (64 * 128 + 16), 2 * parts * geometry.expand_atoms)
+        slots = min(room // (geometry.expand_slot_bytes + 16), 2 * geometry.expand_atoms)
         if slots >= 2:
             found.append(BlockSchedule("fused", "sm90", tile=replace(tile, expand_slots=slots)))
     return tuple(found)

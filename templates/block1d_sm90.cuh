@@ -18,8 +18,8 @@ namespace cutlass_sep {
 
 template <class Config>
 struct BlockLayout {
-  using R = PositionRows<Config>;
-  using T = ToeplitzTaps<Config>;
+  using R = cute::conditional_t<Config::kParts == 2, Fp32Rows<Config>, PositionRows<Config>>;
+  using T = cute::conditional_t<Config::kParts == 2, Fp32Taps<Config>, ToeplitzTaps<Config>>;
   static constexpr int kProjectWarpgroups = 2, kProjectWarps = 4 * kProjectWarpgroups;
   static constexpr int kProjectThreads = 128 * kProjectWarpgroups;
   static constexpr int kParts = Config::kParts;  // of an operand: 2 for fp32-grade products
@@ -42,12 +42,11 @@ struct BlockLayout {
   /// x, 64 channels at a time: contiguous [16 positions][channel][32 bytes of positions]; channels_last [position][128 bytes of channels].
   /// Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
-  static constexpr int kLoads = kExpandAtoms * kParts;  // slots of a chunk's expand weights
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
   static constexpr int kXBytes = kParts * kExpandAtoms * kXAtomBytes;  // in two parts, the low ones behind all high ones
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
   /// channels, and in fp32 the inverse scales of the rows, the scale of their activated values and its inverse.
-  static constexpr int kExpandSlotBytes = 64 * 128;
+  static constexpr int kExpandPartBytes = 64 * 128, kExpandSlotBytes = kParts * kExpandPartBytes;
   static constexpr int kProjectSlotBytes = kHalfOc * 128;
   static constexpr int kHiddenSlotBytes = round_up(R::kBytes + T::kBytes + (Config::kScaled ? 66 * 4 : 0), 1024);
   /// Whether the second GEMM's sums start from x.
@@ -67,7 +66,7 @@ struct BlockLayout {
 /// Block `block` of the packing kernel.
 template <class Config>
 CUTLASS_DEVICE void pack_block1d(Arguments const& args, int block) {
-  using T = ToeplitzTaps<Config>;
+  using T = typename BlockLayout<Config>::T;
   if constexpr (Config::kScaled) HalfOperands<Config>::pack(args, block);
   else T::pack(args, static_cast<char*>(args.workspace) + int64_t(block) * T::kBytes, 64 * block);
 }
@@ -149,10 +148,10 @@ struct BlockShared {
     }
     if constexpr (Config::kScaled)
       if (threadIdx.x < 32) depthwise_bound() = HalfOperands<Config>::bound(args, threadIdx.x);
-    for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
-      for (int part = 0; part < L::kParts; ++part)
+    if constexpr (L::kParts == 1)
+      for (int slot = 0; slot < Config::kHiddenSlots; ++slot)
         for (int i = threadIdx.x * 16; i < L::R::kTails * L::R::kTailBytes; i += L::kThreads * 16)
-          *reinterpret_cast<uint4*>(hidden(slot) + part * L::R::kPartBytes + L::R::kBlocks * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
+          *reinterpret_cast<uint4*>(hidden(slot) + 2 * L::R::kBlockBytes + i) = make_uint4(0, 0, 0, 0);
   }
 };
 
@@ -199,7 +198,7 @@ struct Unscaled {
 template <class Config>
 struct Expand {
   using L = BlockLayout<Config>;
-  using R = PositionRows<Config>;
+  using R = typename L::R;
   using Operand = typename Config::Operand;
   using Accumulator = float[L::kPositions / 2];
   using Scales = cute::conditional_t<Config::kScaled, TileScales<Config>, Unscaled<Config>>;
@@ -240,50 +239,69 @@ struct Expand {
     }
   }
 
-  /// MMAs with slot `load` of a chunk's weights, left in flight: 64 channels of x; in two parts, of each the high part before the low one, which x's
-  /// high part alone is multiplied by. `accumulate`: whether `sum` has something yet.
-  CUTLASS_DEVICE static void issue(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots> const& weight, int load,
-                                   uint32_t x_parity, bool accumulate) {
-    int const atom = load / L::kParts;
-    shared.x_full[atom].wait(x_parity);
-    shared.expand_full[weight.slot].wait(weight.parity);
-    cute::warpgroup_arrive();
-    CUTLASS_PRAGMA_UNROLL
-    for (int part = load % L::kParts == 0 ? L::kParts - 1 : 0; part >= 0; --part)
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) {
-        fma(k_major_descriptor(shared.expand(weight.slot), 32 * k), x_descriptor(shared.x(), 4 * (atom + part * L::kExpandAtoms) + k), sum, accumulate,
-            cute::make_int_sequence<L::kPositions / 2>{});
-        accumulate = true;
-      }
-    cute::warpgroup_commit_batch();
-  }
-
-  /// The chunk's hidden channels, without bias. `done(weight, load)` follows the MMAs with a slot of the chunk's weights.
+  /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
                                       uint32_t x_parity, Done const& done) {
-    // The tensor cores cut sums off: after kRun slots they are added up in fp32.
-    constexpr int kRun = L::kParts == 2 ? 4 : L::kLoads;
-    Accumulator part;
-    Accumulator& current = *(L::kParts == 2 ? &part : &sum);
+    // In two parts: the tensor cores cut sums off, so that they are added up in fp32 after 128 channels.
+    constexpr int kRun = L::kParts == 2 ? 2 : L::kExpandAtoms;
+    Accumulator run;
+    Accumulator& current = *(L::kParts == 2 ? &run : &sum);
     RingCursor<Config::kExpandSlots> previous;
     CUTLASS_PRAGMA_UNROLL
-    for (int load = 0; load < L::kLoads; ++load) {
-      int const position = load % kRun;
-      issue(current, shared, weight, load, x_parity, position > 0);
-      if (position > 0) {
+    for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
+      bool const first = atom % kRun == 0, last = atom % kRun == kRun - 1 || atom == L::kExpandAtoms - 1;
+      shared.x_full[atom].wait(x_parity);
+      shared.expand_full[weight.slot].wait(weight.parity);
+      cute::warpgroup_arrive();
+      // Parts of the weights and of x: low and high, high and low, both high.
+      CUTLASS_PRAGMA_UNROLL
+      for (int product = L::kParts == 2 ? 0 : 2; product < 3; ++product)
+        CUTLASS_PRAGMA_UNROLL
+        for (int k = 0; k < 4; ++k)
+          fma(k_major_descriptor(shared.expand(weight.slot), (product == 0 ? L::kExpandPartBytes : 0) + 32 * k),
+              x_descriptor(shared.x(), 4 * (atom + (product == 1 ? L::kExpandAtoms : 0)) + k), current,
+              !first || k > 0 || product > (L::kParts == 2 ? 0 : 2), cute::make_int_sequence<L::kPositions / 2>{});
+      cute::warpgroup_commit_batch();
+      if (!first) {
         cute::warpgroup_wait<1>();
-        done(previous, load - 1);
+        done(previous, atom - 1);
       }
       previous = weight;
       weight.advance();
-      if (position < kRun - 1 && load < L::kLoads - 1) continue;
+      if (!last) continue;
       cute::warpgroup_wait<0>();
-      done(previous, load);
+      done(previous, atom);
       if constexpr (L::kParts == 2) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = load < kRun ? part[i] : sum[i] + part[i];
+        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = atom < kRun ? run[i] : sum[i] + run[i];
+      }
+    }
+  }
+
+  /// Factors of the lane's two hidden channels at positions 8j on of the window.
+  CUTLASS_DEVICE static void factors(float (&factor)[2], Rows const& to, int j, int lane) {
+    factor[0] = factor[1] = 1.f;
+    if constexpr (Config::kScaled) {
+      float const unit = __shfl_sync(0xffffffffu, to.of_groups, j + (lane % 4 * 2 + HalfOperands<Config>::kSkew) / 8);
+      factor[0] = unit * to.factor[0], factor[1] = unit * to.factor[1];
+    }
+  }
+
+  /// In two parts: to rows of fp32, zero but for positions [first, last) of the window.
+  CUTLASS_DEVICE static void store_fp32_rows(char* rows, Accumulator const& sum, Rows const& to, int warp, int lane, int first, int last) {
+    int const channel = 16 * warp + lane / 4, column = lane % 4 * 2;
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 0; j < L::kPositions / 8; ++j) {
+      float factor[2];
+      factors(factor, to, j, lane);
+      bool const inside[2] = {8 * j + column >= first && 8 * j + column < last, 8 * j + column + 1 >= first && 8 * j + column + 1 < last};
+      CUTLASS_PRAGMA_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        float value[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) value[i] = inside[i] ? fmaf(sum[4 * j + 2 * h + i], factor[h], to.bias[h]) : 0.f;
+        *reinterpret_cast<float2*>(rows + R::offset(channel + 8 * h, 2 * j + column / 4) + column % 4 * 4) = make_float2(value[0], value[1]);
       }
     }
   }
@@ -294,58 +312,42 @@ struct Expand {
     // Units of 8 positions in the window, and of a row. A row starts kShift positions into the window: of a unit of a row, the last positions
     // come from the same unit of the window and the first from the one behind it. Each pair of positions keeps its place within 16 bytes, so
     // that the unit is rotated; ToeplitzDepthwise reads it so.
-    constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < R::kUnits + R::kTails ? kWindow : R::kUnits + R::kTails;
+    constexpr int kWindow = L::kPositions / 8, kUnits = kWindow < 16 + R::kTails ? kWindow : 16 + R::kTails;
     bool const behind = lane % 4 * 2 < R::kShift;
-    // [part][row half]
-    auto const words = [&](int j, uint32_t (&word)[L::kParts][2]) {
-      CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < L::kParts; ++part) word[part][0] = word[part][1] = 0;
+    auto const words = [&](int j, uint32_t (&word)[2]) {
+      word[0] = word[1] = 0;
       if (j >= kWindow) return;
-      float factor[2] = {1.f, 1.f};
-      if constexpr (Config::kScaled) {
-        float const unit = __shfl_sync(0xffffffffu, to.of_groups, j + (lane % 4 * 2 + HalfOperands<Config>::kSkew) / 8);
-        factor[0] = unit * to.factor[0], factor[1] = unit * to.factor[1];
-      }
+      float factor[2];
+      factors(factor, to, j, lane);
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {
-        float const low = fmaf(sum[4 * j + 2 * h], factor[h], to.bias[h]), high = fmaf(sum[4 * j + 2 * h + 1], factor[h], to.bias[h]);
-        word[0][h] = pack_pair<Operand>(low, high);
-        if constexpr (L::kParts == 2) word[1][h] = low_half_pair(low, high);
-        if constexpr (Config::kFp16Range) word[0][h] = half_or_nan(word[0][h]);
+        word[h] = pack_pair<Operand>(fmaf(sum[4 * j + 2 * h], factor[h], to.bias[h]), fmaf(sum[4 * j + 2 * h + 1], factor[h], to.bias[h]));
+        if constexpr (Config::kFp16Range) word[h] = half_or_nan(word[h]);
         if constexpr (kMask) {
           uint32_t const position = 8 * j + lane % 4 * 2 - first, length = last - first;
-          uint32_t const mask = (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
-          CUTLASS_PRAGMA_UNROLL
-          for (int part = 0; part < L::kParts; ++part) word[part][h] &= mask;
+          word[h] &= (position < length ? 0xffffu : 0u) | (position + 1 < length ? 0xffff0000u : 0u);
         }
       }
     };
     // Matrix m of a store: unit u + m / 2, row half m % 2; lane l addresses row l % 8 of matrix l / 8.
     int const channel = 16 * warp + lane % 16;
-    uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, R::kUnits) + lane / 16 * R::kTailBytes;
-    uint32_t next[L::kParts][2];
+    uint32_t const offset = R::offset(channel, lane / 16), tail = R::offset(channel, 16) + lane / 16 * R::kTailBytes;
+    uint32_t next[2];
     words(0, next);
     CUTLASS_PRAGMA_UNROLL
     for (int u = 0; u < kUnits; u += 2) {
-      uint32_t raw[L::kParts][4];
+      uint32_t raw[4];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < 4; m += 2) {
-        uint32_t here[L::kParts][2];
-        CUTLASS_PRAGMA_UNROLL
-        for (int part = 0; part < L::kParts; ++part) here[part][0] = next[part][0], here[part][1] = next[part][1];
+        uint32_t const here[2] = {next[0], next[1]};
         words(u + m / 2 + 1, next);
         CUTLASS_PRAGMA_UNROLL
-        for (int part = 0; part < L::kParts; ++part)
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) raw[part][m + h] = R::kShift != 0 && behind ? next[part][h] : here[part][h];
+        for (int h = 0; h < 2; ++h) raw[m + h] = R::kShift != 0 && behind ? next[h] : here[h];
       }
-      char* const address = rows + (u < R::kUnits ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - R::kUnits) * R::kTailBytes);
-      CUTLASS_PRAGMA_UNROLL
-      for (int part = 0; part < L::kParts; ++part) {
-        auto& target = *reinterpret_cast<cute::uint128_t*>(address + part * R::kPartBytes);
-        if (u + 1 < kUnits) cute::SM90_U32x4_STSM_N::copy(raw[part][0], raw[part][1], raw[part][2], raw[part][3], target);
-        else cute::SM90_U32x2_STSM_N::copy(raw[part][0], raw[part][1], target);
-      }
+      char* const address = rows + (u < 16 ? u / 8 * R::kBlockBytes + (offset ^ u % 8 << 4) : tail + (u - 16) * R::kTailBytes);
+      auto& target = *reinterpret_cast<cute::uint128_t*>(address);
+      if (u + 1 < kUnits) cute::SM90_U32x4_STSM_N::copy(raw[0], raw[1], raw[2], raw[3], target);
+      else cute::SM90_U32x2_STSM_N::copy(raw[0], raw[1], target);
     }
   }
 
@@ -353,19 +355,22 @@ struct Expand {
                                  cute::TmaDescriptor const& expand_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const chunks = own_tiles<Config>(args) * L::kChunks;
-    auto const load_weights = [&](int slot, int chunk, int i) {
+    // 64 channels of x of a chunk's weights.
+    auto const load_weights = [&](int slot, int chunk, int atom) {
       auto& full = shared.expand_full[slot];
       full.arrive_and_expect_tx(L::kExpandSlotBytes);
-      cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot), i / L::kParts * 64,
-                                   chunk * L::kChunkChannels + i % L::kParts * Config::kC);
+      CUTLASS_PRAGMA_UNROLL
+      for (int part = 0; part < L::kParts; ++part)
+        cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot) + part * L::kExpandPartBytes,
+                                     atom * 64, chunk * L::kChunkChannels + part * Config::kC);
     };
     if (warp == 0 && cute::elect_one_sync() && chunks > 0) {
       BlockTile<Config> const tile(args, blockIdx.x);
       CUTLASS_PRAGMA_NO_UNROLL
       for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
       CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kLoads; ++i)
-        load_weights(i, i / L::kLoads % L::kChunks, i % L::kLoads);
+      for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kExpandAtoms; ++i)
+        load_weights(i, i / L::kExpandAtoms % L::kChunks, i % L::kExpandAtoms);
     }
     __syncwarp();
 
@@ -388,19 +393,17 @@ struct Expand {
       Rows const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
       // Gives back what MMAs have read, and asks for what comes there next.
-      auto const done = [&](RingCursor<Config::kExpandSlots> const& done, int load) {
-        int const atom = load / L::kParts;
-        bool const leaves_x = last && load % L::kParts == L::kParts - 1;
+      auto const done = [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
         arrive_warp(shared.expand_empty[done.slot], lane);
-        if (leaves_x && lane == 0) shared.x_empty[atom].arrive();
+        if (last && lane == 0) shared.x_empty[atom].arrive();
         // Of the weights, those that come next are kExpandSlots further on.
-        int const ahead = (load + Config::kExpandSlots) / L::kLoads;
+        int const ahead = (atom + Config::kExpandSlots) / L::kExpandAtoms;
         if (warp == 0 && cute::elect_one_sync()) {
           if (i + ahead < chunks) {
             shared.expand_empty[done.slot].wait(done.parity);
-            load_weights(done.slot, (chunk + ahead) % L::kChunks, (load + Config::kExpandSlots) % L::kLoads);
+            load_weights(done.slot, (chunk + ahead) % L::kChunks, (atom + Config::kExpandSlots) % L::kExpandAtoms);
           }
-          if (leaves_x && i + 1 < chunks) {
+          if (last && i + 1 < chunks) {
             shared.x_empty[atom].wait(turn % 2);
             load_x(args, x_map, x_window_map, shared, next, atom);
           }
@@ -418,7 +421,8 @@ struct Expand {
           shared.activated_inverse_scale(hidden.slot) = inverse_power(scales.of_activated);
         }
       }
-      if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, to, warp, lane, 0, 0);
+      if constexpr (L::kParts == 2) store_fp32_rows(rows, sum, to, warp, lane, -window, args.w - window);
+      else if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, to, warp, lane, 0, 0);
       else store_rows<true>(rows, sum, to, warp, lane, -window, args.w - window);
       arrive_warp(shared.hidden_full[hidden.slot], lane);
       hidden.advance();
@@ -449,36 +453,23 @@ CUTLASS_DEVICE void load_project_weights(cute::TmaDescriptor const& project_map,
 template <class Config>
 struct Depthwise {
   using L = BlockLayout<Config>;
-  using R = PositionRows<Config>;
+  using R = typename L::R;
   using Toeplitz = ToeplitzDepthwise<Config>;
 
   /// Activated outputs of 8 channels from `channel` on, in place of the rows that they came from; times `scale`, if they are scaled.
   CUTLASS_DEVICE static void store_operand(char* rows, int channel, typename Toeplitz::Value& value, float scale, int lane) {
-    // Matrix m of a store: channel k + m / 2, 64 positions (or part) m % 2; its row r is a unit of 8 positions.
-    uint32_t const second = lane / 8 % 2;
-    uint32_t const offset = L::kParts == 1 ? R::offset(channel + lane / 16, second * 8 + lane % 8)
-                                           : R::offset(channel + lane / 16, lane % 8) + second * R::kPartBytes;
+    // Matrix m of a store: channel k + m / 2, 64 positions m % 2; its row r is a unit of 8 positions.
+    uint32_t const offset = R::offset(channel + lane / 16, lane / 8 % 2 * 8 + lane % 8);
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 8; k += 2) {
       // 16 values at a time: with 8, ptxas at times interleaves two of them only.
-      if constexpr (L::kParts == 1) {
-        if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
-      } else if (k % 4 == 0) {
-        float several[8];
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i) several[i] = value[k + i / 2][i % 2];
-        activate<typename Config::MidActivation>(several);
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i) value[k + i / 2][i % 2] = several[i];
-      }
+      if (k % 4 == 0) activate<typename Config::MidActivation>(reinterpret_cast<float(&)[16]>(value[k]));
       uint32_t packed[4];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < 4; ++m) {
-        int const first = L::kParts == 1 ? m % 2 * 2 : 0;
-        float pair[2] = {value[k + m / 2][first], value[k + m / 2][first + 1]};
+        float pair[2] = {value[k + m / 2][m % 2 * 2], value[k + m / 2][m % 2 * 2 + 1]};
         if constexpr (Config::kScaled) pair[0] *= scale, pair[1] *= scale;
-        bool const low = L::kParts == 2 && m % 2 == 1;
-        packed[m] = low ? low_half_pair(pair[0], pair[1]) : pack_pair<typename Config::Operand>(pair[0], pair[1]);
+        packed[m] = pack_pair<typename Config::Operand>(pair[0], pair[1]);
       }
       auto& target = *reinterpret_cast<cute::uint128_t*>(rows + k * 128 + (offset ^ k << 4));
       cute::SM90_U32x4_STSM_N::copy(packed[0], packed[1], packed[2], packed[3], target);
@@ -487,7 +478,7 @@ struct Depthwise {
 
   CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
-    Toeplitz const toeplitz(16 * warp, lane);
+    cute::conditional_t<L::kParts == 2, Fp32Depthwise<Config>, Toeplitz> const stage(16 * warp, lane);
     int const chunks = own_tiles<Config>(args) * L::kChunks;
     auto const load_taps = [&](int i, int slot) {
       auto& full = shared.taps_full[slot];
@@ -513,11 +504,17 @@ struct Depthwise {
       char* const rows = shared.hidden(hidden.slot);
       shared.taps_full[hidden.slot].wait(hidden.parity);
       shared.hidden_full[hidden.slot].wait(hidden.parity);
-      CUTLASS_PRAGMA_NO_UNROLL  // else ptxas saves registers for the second 8 channels and computes the first almost one by one
-      for (int first = 0; first < 16; first += 8) {
-        typename Toeplitz::Value value;
-        toeplitz.compute(value, first, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot) + 16 * warp);
-        store_operand(rows, 16 * warp + first, value, Config::kScaled ? shared.activated_scale(hidden.slot) : 1.f, lane);
+      if constexpr (L::kParts == 2) {
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int pass = 0; pass < 4; ++pass)
+          stage.run(pass, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot), shared.activated_scale(hidden.slot));
+      } else {
+        CUTLASS_PRAGMA_NO_UNROLL  // else ptxas saves registers for the second 8 channels and computes the first almost one by one
+        for (int first = 0; first < 16; first += 8) {
+          typename Toeplitz::Value value;
+          stage.compute(value, first, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot) + 16 * warp);
+          store_operand(rows, 16 * warp + first, value, Config::kScaled ? shared.activated_scale(hidden.slot) : 1.f, lane);
+        }
       }
       cutlass::arch::fence_view_async_shared();
       arrive_warp(shared.operand_full[hidden.slot], lane);
@@ -534,7 +531,7 @@ struct Depthwise {
 template <class Config>
 struct Project {
   using L = BlockLayout<Config>;
-  using R = PositionRows<Config>;
+  using R = typename L::R;
   using Element = typename Config::Element;
   static constexpr int kOc = L::kWarpgroupOc;
   using Accumulator = float[kOc / 2];

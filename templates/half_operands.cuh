@@ -2,7 +2,7 @@
 // by a power of two that brings the largest of its group close to the end of fp16's range, and sums are divided by it. For fp32-grade products an
 // operand has a second, low part, which is what rounding left of it: 22 bits together. The product of both low parts is left out.
 //
-// Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel, and, of a tile, a hidden channel and all
+// Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel if they are operands, and, of a tile, a hidden channel and all
 // activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and |activation(m)| <= |m|: they never
 // overflow. A group with a value that is not finite becomes NaN, and so is computed again. A value below 2^-29 of the largest in its group loses digits.
 #pragma once
@@ -26,12 +26,12 @@ struct alignas(16) HiddenChannel {
 /// Workspace before the packed weights: x in fp16, in its own layout, the low part as further channels; the inverse scale of each 8 positions,
 /// [N][ceil(L / 8)].
 ///
-/// Packed: the taps of all chunks (ToeplitzTaps); from kPackedExpand and kPackedProject on the fp16 weights, the low part as further rows; from kPackedChannels on,
+/// Packed: the taps of all chunks (ToeplitzTaps, Fp32Taps); from kPackedExpand and kPackedProject on the fp16 weights, the low part as further rows; from kPackedChannels on,
 /// HiddenChannel of all chunks, the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
 template <class Config>
 struct HalfOperands {
   using Half = cutlass::half_t;
-  using T = ToeplitzTaps<Config>;
+  using T = cute::conditional_t<Config::kParts == 2, Fp32Taps<Config>, ToeplitzTaps<Config>>;
   static constexpr int kGroup = 8;       // positions
   static constexpr int kPositions = 64;  // of a block of the packing kernel
   static constexpr int kSlice = 16;      // rows of weights of a block

@@ -7,13 +7,12 @@
 
 namespace cutlass_sep {
 
-/// A row of kTile positions of each of 64 channels: [64 positions][channel][128 bytes], 16-byte units XOR-swizzled by channel % 8 as wgmma reads an
-/// MN-major operand; behind the tile, 8 positions at a time, [channel][16 bytes]. The low part, where there is one, lies behind all that.
+/// A row of positions of each of 64 channels: [64 positions][channel][128 bytes], 16-byte units XOR-swizzled by channel % 8 as wgmma reads an
+/// MN-major operand; behind position 127, 8 positions at a time, [channel][16 bytes].
 template <class Config>
 struct PositionRows {
   static constexpr int kBlockBytes = 64 * 128;
   static constexpr int kTailBytes = 64 * 16;
-  static constexpr int kBlocks = Config::kTile / 64, kUnits = Config::kTile / 8;
   /// Taps start this many positions into a row.
   static constexpr int kFirstTap = Config::kPhase % 2;
   /// A row starts this many positions into the window. Within 16 bytes, position p of a unit is the (p + kShift) % 8-th.
@@ -22,30 +21,26 @@ struct PositionRows {
   static constexpr int kReach = kFirstTap + (Config::kKernelW - 1) * Config::kDilationW + 1;
   static constexpr int kMmas = ceil_div(kReach + 7, 16);
   static constexpr int kTails = 2 * kMmas - 1;
-  static constexpr int kPartBytes = kBlocks * kBlockBytes + kTails * kTailBytes;
-  static constexpr int kBytes = Config::kParts * kPartBytes;
+  static constexpr int kBytes = 2 * kBlockBytes + kTails * kTailBytes;
 
   /// Byte of 8 positions from 8 * `unit` on.
   CUTLASS_HOST_DEVICE static constexpr int offset(int channel, int unit) {
-    return unit < kUnits ? unit / 8 * kBlockBytes + channel * 128 + ((unit ^ channel) % 8 << 4)
-                         : kBlocks * kBlockBytes + (unit - kUnits) * kTailBytes + channel * 16;
+    return unit < 16 ? unit / 8 * kBlockBytes + channel * 128 + ((unit ^ channel) % 8 << 4)
+                     : 2 * kBlockBytes + (unit - 16) * kTailBytes + channel * 16;
   }
 };
 
 /// The taps of 64 channels as lanes read them: [4 channels together][word][4 channels]. A word is a pair of entries of B; one more is zero,
-/// one the bias in fp32; if they are scaled (half_operands.cuh), one the inverse scale. Then those of the low part.
+/// one the bias in fp32; if they are scaled (half_operands.cuh), one the inverse scale.
 template <class Config>
 struct ToeplitzTaps {
   using R = PositionRows<Config>;
   /// Word e + 1 holds entries e and e + 1 of the taps as they lie in a row, for e = -1 .. kReach - 1.
   static constexpr int kZeroWord = R::kReach + 1, kBiasWord = R::kReach + 2, kScaleWord = R::kReach + 3;
-  static constexpr int kLowWord = R::kReach + 4;
-  static constexpr int kWords = R::kReach + 3 + Config::kScaled + (Config::kParts - 1) * (R::kReach + 1);
+  static constexpr int kWords = R::kReach + 3 + Config::kScaled;
   static constexpr int kBytes = 16 * kWords * 16;  // of 64 channels
 
-  CUTLASS_HOST_DEVICE static constexpr int word_of(int entry, int part) {
-    return entry >= -1 && entry < R::kReach ? entry + 1 + part * kLowWord : kZeroWord;
-  }
+  CUTLASS_HOST_DEVICE static constexpr int word_of(int entry) { return entry >= -1 && entry < R::kReach ? entry + 1 : kZeroWord; }
   CUTLASS_HOST_DEVICE static constexpr int offset(int channel, int word) { return (channel / 4 * kWords + word) * 16 + channel % 4 * 4; }
 
   /// Threads of a block write the table of one chunk of 64 channels, from channel `first` on.
@@ -60,11 +55,10 @@ struct ToeplitzTaps {
         for (int s = 0; s < Config::kKernelW && c < Config::kC; ++s) largest = fmaxf(largest, fabsf(float(weight[int64_t(c) * Config::kKernelW + s])));
         scale = half_scale(largest);
       }
-      bool const low = Config::kParts == 2 && word >= kLowWord;
-      if (c < Config::kC && (word < kZeroWord || low)) {
+      if (c < Config::kC && word < kZeroWord) {
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 2; ++k) {
-          int const position = word - low * kLowWord - 1 + k - R::kFirstTap;
+          int const position = word - 1 + k - R::kFirstTap;
           if (position >= 0 && position % Config::kDilationW == 0 && position / Config::kDilationW < Config::kKernelW)
             value[k] = float(weight[int64_t(c) * Config::kKernelW + position / Config::kDilationW]) * scale;
         }
@@ -73,20 +67,19 @@ struct ToeplitzTaps {
       uint32_t& target = *reinterpret_cast<uint32_t*>(table + offset(channel, word));
       if (word == kBiasWord) target = __float_as_uint(bias);
       else if (Config::kScaled && word == kScaleWord) target = __float_as_uint(inverse_power(scale));
-      else target = low ? low_half_pair(value[0], value[1]) : pack_pair<typename Config::Operand>(value[0], value[1]);
+      else target = pack_pair<typename Config::Operand>(value[0], value[1]);
     }
   }
 };
 
-/// A warp's 8 channels at a time. Lane: outputs 8 (g + 8h) + 2t + i of channel k are value[k][2h + i]. In two parts a tile has 64 outputs, and the other
-/// 8 rows of A are the low part's: outputs 8g + 2t + i are value[k][i].
+/// A warp's 8 channels at a time, 128 outputs each. Lane: outputs 8 (g + 8h) + 2t + i of channel k are value[k][2h + i].
 template <class Config>
 struct ToeplitzDepthwise {
   using R = PositionRows<Config>;
   using T = ToeplitzTaps<Config>;
   using Value = float[8][4];
 
-  int bias, scale, taps[R::kMmas][Config::kParts][2];  // bytes into the table
+  int bias, scale, taps[R::kMmas][2];  // bytes into the table
   // Of the lane's row of the four 8 x 8 matrices of each MMA's A: its byte for the first channel, how far channels lie apart, what swizzles.
   int row[R::kMmas], pitch[R::kMmas], swizzle[R::kMmas];
 
@@ -97,14 +90,10 @@ struct ToeplitzDepthwise {
     CUTLASS_PRAGMA_UNROLL
     for (int m = 0; m < R::kMmas; ++m) {
       CUTLASS_PRAGMA_UNROLL
-      for (int h = 0; h < 2; ++h)
-        CUTLASS_PRAGMA_UNROLL
-        for (int part = 0; part < Config::kParts; ++part)
-          taps[m][part][h] = T::offset(channel, T::word_of(16 * m + 8 * h + (2 * t + 8 - R::kShift) % 8 - g, part));
-      int const second = lane / 8 % 2;  // 8 rows of A
-      int const unit = lane % 8 + (Config::kParts == 1 ? second * 8 : 0) + lane / 16 + 2 * m;
-      bool const tail = unit >= R::kUnits;
-      row[m] = R::offset(channel, unit) + (Config::kParts == 2 ? second * R::kPartBytes : 0);
+      for (int h = 0; h < 2; ++h) taps[m][h] = T::offset(channel, T::word_of(16 * m + 8 * h + (2 * t + 8 - R::kShift) % 8 - g));
+      int const unit = lane % 8 + lane / 8 % 2 * 8 + lane / 16 + 2 * m;
+      bool const tail = unit >= 16;
+      row[m] = R::offset(channel, unit);
       pitch[m] = tail ? 16 : 128;
       swizzle[m] = tail ? 0 : 0x70;
     }
@@ -124,14 +113,8 @@ struct ToeplitzDepthwise {
         for (int i = 0; i < 4; ++i) value[four + k][i] = Config::kScaled ? 0.f : start[k];
       CUTLASS_PRAGMA_UNROLL
       for (int m = 0; m < R::kMmas; ++m) {
-        uint32_t b[Config::kParts][2][4];
-        CUTLASS_PRAGMA_UNROLL
-        for (int part = 0; part < Config::kParts; ++part)
-          CUTLASS_PRAGMA_UNROLL
-          for (int h = 0; h < 2; ++h) {
-            uint4 const word = *reinterpret_cast<uint4 const*>(group + taps[m][part][h]);
-            b[part][h][0] = word.x, b[part][h][1] = word.y, b[part][h][2] = word.z, b[part][h][3] = word.w;
-          }
+        uint4 const low = *reinterpret_cast<uint4 const*>(group + taps[m][0]), high = *reinterpret_cast<uint4 const*>(group + taps[m][1]);
+        uint32_t const b[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 4; ++k) {
           int const channel = first + four + k;
@@ -139,9 +122,7 @@ struct ToeplitzDepthwise {
           uint32_t a[4];
           cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), a[0], a[1], a[2], a[3]);
           float(&d)[4] = value[four + k];
-          CUTLASS_PRAGMA_UNROLL
-          for (int part = Config::kParts - 1; part >= 0; --part)
-            Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[part][0][k], b[part][1][k], d[0], d[1], d[2], d[3]);
+          Atom::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b[k][0], b[k][1], d[0], d[1], d[2], d[3]);
         }
       }
       if constexpr (Config::kScaled) {
@@ -151,11 +132,7 @@ struct ToeplitzDepthwise {
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 4; ++k)
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 4 / Config::kParts; ++i) {
-            float sum = value[four + k][i];
-            if constexpr (Config::kParts == 2) sum += value[four + k][2 + i];
-            value[four + k][i] = fmaf(sum, unit[k] * of_row[k], start[k]);
-          }
+          for (int i = 0; i < 4; ++i) value[four + k][i] = fmaf(value[four + k][i], unit[k] * of_row[k], start[k]);
       }
     }
   }
