@@ -195,10 +195,13 @@ class FusedGeometry:
 
     @property
     def taps_bytes(self) -> int:
-        """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh)."""
+        """Packed taps of a chunk (struct ToeplitzTaps of templates/toeplitz_depthwise.cuh), and what is known of its
+        channels.
+        """
+        of_channels = self.scaled * 64 * 12  # (struct HiddenChannel of templates/numeric.cuh)
         if self.parts == 2:  # (struct Fp32Taps of templates/fp32_depthwise.cuh)
-            return 64 * round_up(1 + self.problem.kernel, 4) * 4
-        return 16 * (self.reach + 3 + self.scaled) * 16
+            return 64 * round_up(1 + self.problem.kernel, 4) * 4 + of_channels
+        return 16 * (self.reach + 3 + self.scaled) * 16 + of_channels
 
     # Scaled: where parts of the packed weights start (struct HalfOperands of templates/half_operands.cuh).
 
@@ -211,7 +214,7 @@ class FusedGeometry:
         return self.packed_expand + round_up(self.parts * self.problem.e * self.problem.c * 2, 256)
 
     @property
-    def packed_channels(self) -> int:
+    def packed_scales(self) -> int:
         return self.packed_project + round_up(self.parts * self.problem.o * self.problem.e * 2, 256)
 
     @property
@@ -219,9 +222,7 @@ class FusedGeometry:
         """Packed weights."""
         if not self.scaled:
             return self.chunks * self.taps_bytes
-        return round_up(
-            self.packed_channels + self.chunks * 64 * 16 + self.tile.tile_oc * 4 + -(-self.problem.e // 16) * 8, 256
-        )
+        return round_up(self.packed_scales + self.tile.tile_oc * 4 + -(-self.problem.e // 16) * 8, 256)
 
     @property
     def x_bytes(self) -> int:
@@ -245,12 +246,12 @@ class FusedGeometry:
         rows = 2 * 64 * 128 + (2 * self.depthwise_mmas - 1) * 64 * 16
         if self.parts == 2:
             rows = 64 * self.positions * 4
-        hidden = t.hidden_slots * round_up(rows + self.taps_bytes + 66 * 4 * self.scaled, 1024)
+        hidden = t.hidden_slots * round_up(rows + self.taps_bytes, 1024)
         x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
         expand = t.expand_slots * self.expand_slot_bytes
         barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
         project = t.project_slots * self.half_oc * 128
-        outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8)
+        outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8 + 8 * t.hidden_slots)
         return x + expand + project + hidden + outputs + barriers
 
     @property

@@ -202,7 +202,7 @@ def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, 
             "kWorkspaceBytes": geometry.workspace_bytes,
             "kPackedExpand": geometry.packed_expand,
             "kPackedProject": geometry.packed_project,
-            "kPackedChannels": geometry.packed_channels,
+            "kPackedScales": geometry.packed_scales,
         },
     }
 

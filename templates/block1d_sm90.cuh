@@ -32,7 +32,7 @@ struct BlockLayout {
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
   static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
-  static constexpr int kExpandRegisters = kParts == 2 ? 128 : kPositions > 152 ? 120 : 104;
+  static constexpr int kExpandRegisters = kParts == 2 ? 136 : kPositions > 152 ? 120 : 104;
   static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
   /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch. In two parts, a half is a
   /// warpgroup's.
@@ -45,10 +45,11 @@ struct BlockLayout {
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
   static constexpr int kXBytes = kParts * kExpandAtoms * kXAtomBytes;  // in two parts, the low ones behind all high ones
   /// Slots: 64 hidden channels x 64 channels of x, K-major; kHalfOc output channels x 64 hidden channels, K-major; rows and taps of 64 hidden
-  /// channels, and in fp32 the inverse scales of the rows, the scale of their activated values and its inverse.
+  /// channels, in fp32 with what else is known of them.
   static constexpr int kExpandPartBytes = 64 * 128, kExpandSlotBytes = kParts * kExpandPartBytes;
   static constexpr int kProjectSlotBytes = kHalfOc * 128;
-  static constexpr int kHiddenSlotBytes = round_up(R::kBytes + T::kBytes + (Config::kScaled ? 66 * 4 : 0), 1024);
+  static constexpr int kTapsBytes = T::kBytes + (Config::kScaled ? 64 * int(sizeof(HiddenChannel)) : 0);
+  static constexpr int kHiddenSlotBytes = round_up(R::kBytes + kTapsBytes, 1024);
   /// Whether the second GEMM's sums start from x.
   static constexpr bool kStartsFromX = Config::kResidual && !Config::kScaled;
 
@@ -57,7 +58,9 @@ struct BlockLayout {
   static constexpr int kHiddenOffset = kProjectOffset + Config::kProjectSlots * kProjectSlotBytes;
   static constexpr int kBiasOffset = kHiddenOffset + Config::kHiddenSlots * kHiddenSlotBytes;  // of output channels, fp32
   static constexpr int kScaleOffset = kBiasOffset + Config::kTileOc * 4;  // inverse scales of the project weights' rows
-  static constexpr int kBarrierOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 + 8 : 0);  // and HalfOperands::bound
+  static constexpr int kBoundOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 : 0);  // HalfOperands::bound
+  static constexpr int kActivatedOffset = kBoundOffset + (Config::kScaled ? 8 : 0);  // of each slot: scale of what it holds activated, its inverse
+  static constexpr int kBarrierOffset = kActivatedOffset + (Config::kScaled ? 8 * Config::kHiddenSlots : 0);
   static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kExpandSlots + Config::kProjectSlots) + 5 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
   static constexpr int kPackedBytes = Config::kScaled ? HalfOperands<Config>::kBytes : kChunks * T::kBytes;
@@ -113,12 +116,12 @@ struct BlockShared {
   CUTLASS_DEVICE char* project(int slot) const { return base + L::kProjectOffset + slot * L::kProjectSlotBytes; }
   CUTLASS_DEVICE char* hidden(int slot) const { return base + L::kHiddenOffset + slot * L::kHiddenSlotBytes; }
   CUTLASS_DEVICE char* taps(int slot) const { return hidden(slot) + L::R::kBytes; }
-  CUTLASS_DEVICE float* inverse_scales(int slot) const { return reinterpret_cast<float*>(taps(slot) + L::T::kBytes); }
-  CUTLASS_DEVICE float& activated_scale(int slot) const { return inverse_scales(slot)[64]; }
-  CUTLASS_DEVICE float& activated_inverse_scale(int slot) const { return inverse_scales(slot)[65]; }
+  CUTLASS_DEVICE HiddenChannel* channels(int slot) const { return reinterpret_cast<HiddenChannel*>(taps(slot) + L::T::kBytes); }
+  CUTLASS_DEVICE float& activated_scale(int slot) const { return reinterpret_cast<float*>(base + L::kActivatedOffset)[2 * slot]; }
+  CUTLASS_DEVICE float& activated_inverse_scale(int slot) const { return (&activated_scale(slot))[1]; }
   CUTLASS_DEVICE float* bias() const { return reinterpret_cast<float*>(base + L::kBiasOffset); }
   CUTLASS_DEVICE float* output_inverse_scales() const { return reinterpret_cast<float*>(base + L::kScaleOffset); }
-  CUTLASS_DEVICE float2& depthwise_bound() const { return reinterpret_cast<float2&>(output_inverse_scales()[Config::kTileOc]); }
+  CUTLASS_DEVICE float2& depthwise_bound() const { return *reinterpret_cast<float2*>(base + L::kBoundOffset); }
 
   /// Barriers count warps, or TMA's bytes.
   CUTLASS_DEVICE void initialise() const {
@@ -183,7 +186,8 @@ struct Unscaled {
   struct Rows {
     float bias[2] = {};
   };
-  CUTLASS_DEVICE Rows rows(Arguments const& args, int channel) const {
+  /// Of hidden channels `channel` and `channel` + 8.
+  CUTLASS_DEVICE static Rows rows(Arguments const& args, int channel) {
     Rows result;
     if constexpr (Config::kExpandBias) {
       CUTLASS_PRAGMA_UNROLL
@@ -239,44 +243,52 @@ struct Expand {
     }
   }
 
+  /// MMAs over 64 channels of x, left in flight. Products of parts, of weights and of x: low and high, high and low, both high.
+  CUTLASS_DEVICE static void issue(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots> const& weight, int atom,
+                                   uint32_t x_parity, bool accumulate) {
+    constexpr int kFirst = L::kParts == 2 ? 0 : 2;
+    shared.x_full[atom].wait(x_parity);
+    shared.expand_full[weight.slot].wait(weight.parity);
+    cute::warpgroup_arrive();
+    CUTLASS_PRAGMA_UNROLL
+    for (int product = kFirst; product < 3; ++product)
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < 4; ++k)
+        fma(k_major_descriptor(shared.expand(weight.slot), (product == 0 ? L::kExpandPartBytes : 0) + 32 * k),
+            x_descriptor(shared.x(), 4 * (atom + (product == 1 ? L::kExpandAtoms : 0)) + k), sum, accumulate || product > kFirst || k > 0,
+            cute::make_int_sequence<L::kPositions / 2>{});
+    cute::warpgroup_commit_batch();
+  }
+
   /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
                                       uint32_t x_parity, Done const& done) {
-    // In two parts: the tensor cores cut sums off, so that they are added up in fp32 after 128 channels.
+    // In two parts: the tensor cores cut sums off, so that they are added up in fp32 after kRun times 64 channels.
     constexpr int kRun = L::kParts == 2 ? 2 : L::kExpandAtoms;
-    Accumulator run;
-    Accumulator& current = *(L::kParts == 2 ? &run : &sum);
+    Accumulator run, second;
     RingCursor<Config::kExpandSlots> previous;
+    auto const finish = [&](int atom) {
+      cute::warpgroup_wait<0>();
+      done(previous, atom);
+      if constexpr (L::kParts == 2) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = atom < kRun ? run[i] : atom < 2 * kRun ? run[i] + second[i] : sum[i] + run[i];
+      }
+    };
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
-      bool const first = atom % kRun == 0, last = atom % kRun == kRun - 1 || atom == L::kExpandAtoms - 1;
-      shared.x_full[atom].wait(x_parity);
-      shared.expand_full[weight.slot].wait(weight.parity);
-      cute::warpgroup_arrive();
-      // Parts of the weights and of x: low and high, high and low, both high.
-      CUTLASS_PRAGMA_UNROLL
-      for (int product = L::kParts == 2 ? 0 : 2; product < 3; ++product)
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < 4; ++k)
-          fma(k_major_descriptor(shared.expand(weight.slot), (product == 0 ? L::kExpandPartBytes : 0) + 32 * k),
-              x_descriptor(shared.x(), 4 * (atom + (product == 1 ? L::kExpandAtoms : 0)) + k), current,
-              !first || k > 0 || product > (L::kParts == 2 ? 0 : 2), cute::make_int_sequence<L::kPositions / 2>{});
-      cute::warpgroup_commit_batch();
-      if (!first) {
+      bool const first = atom % kRun == 0, merged = first && atom > kRun;
+      if (merged) finish(atom - 1);
+      issue(L::kParts == 1 ? sum : atom / kRun == 1 ? second : run, shared, weight, atom, x_parity, !first);
+      if (atom > 0 && !merged) {
         cute::warpgroup_wait<1>();
         done(previous, atom - 1);
       }
       previous = weight;
       weight.advance();
-      if (!last) continue;
-      cute::warpgroup_wait<0>();
-      done(previous, atom);
-      if constexpr (L::kParts == 2) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < L::kPositions / 2; ++i) sum[i] = atom < kRun ? run[i] : sum[i] + run[i];
-      }
     }
+    finish(L::kExpandAtoms - 1);
   }
 
   /// Factors of the lane's two hidden channels at positions 8j on of the window.
@@ -390,7 +402,8 @@ struct Expand {
           scales.load(args, next.n, next.window(args), lane);
         }
       }
-      Rows const to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
+      Rows to;
+      if constexpr (!Config::kScaled) to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
       // Gives back what MMAs have read, and asks for what comes there next.
       auto const done = [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
@@ -414,8 +427,8 @@ struct Expand {
       char* const rows = shared.hidden(hidden.slot);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
       if constexpr (Config::kScaled) {
-        float* const inverse = shared.inverse_scales(hidden.slot);
-        if (lane % 4 == 0) inverse[16 * warp + lane / 4] = to.inverse[0], inverse[16 * warp + lane / 4 + 8] = to.inverse[1];
+        shared.taps_full[hidden.slot].wait(hidden.parity);
+        to = scales.rows(shared.channels(hidden.slot), 16 * warp + lane / 4, lane % 4 == 0);
         if (warp == 0 && lane == 0) {
           shared.activated_scale(hidden.slot) = scales.of_activated;
           shared.activated_inverse_scale(hidden.slot) = inverse_power(scales.of_activated);
@@ -482,9 +495,9 @@ struct Depthwise {
     int const chunks = own_tiles<Config>(args) * L::kChunks;
     auto const load_taps = [&](int i, int slot) {
       auto& full = shared.taps_full[slot];
-      full.arrive_and_expect_tx(L::T::kBytes);
-      cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::T::kBytes,
-                                     reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::T::kBytes);
+      full.arrive_and_expect_tx(L::kTapsBytes);
+      cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::kTapsBytes,
+                                     reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::kTapsBytes);
     };
     if (warp == 0 && cute::elect_one_sync())
       for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
@@ -507,12 +520,12 @@ struct Depthwise {
       if constexpr (L::kParts == 2) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pass = 0; pass < 4; ++pass)
-          stage.run(pass, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot), shared.activated_scale(hidden.slot));
+          stage.run(pass, rows, shared.taps(hidden.slot), shared.channels(hidden.slot), shared.activated_scale(hidden.slot));
       } else {
         CUTLASS_PRAGMA_NO_UNROLL  // else ptxas saves registers for the second 8 channels and computes the first almost one by one
         for (int first = 0; first < 16; first += 8) {
           typename Toeplitz::Value value;
-          stage.compute(value, first, rows, shared.taps(hidden.slot), shared.inverse_scales(hidden.slot) + 16 * warp);
+          stage.compute(value, first, rows, shared.taps(hidden.slot), shared.channels(hidden.slot) + 16 * warp);
           store_operand(rows, 16 * warp + first, value, Config::kScaled ? shared.activated_scale(hidden.slot) : 1.f, lane);
         }
       }
@@ -690,8 +703,8 @@ struct Project {
                                           int first_oc, int lane) {
     // Lane (g, t): channels 8j + kLaneOc t + i of positions g and g + 8, for each run j of kRun blocks of 8 columns.
     constexpr int kLaneOc = Config::kLaneOc, kVector = !Config::kChannelsLast ? 1 : kLaneOc < 4 ? kLaneOc : 4;
-    // Runs whose residual is asked for at a time: as many as there are registers for.
-    constexpr int kBatch = 8 / kLaneOc;
+    // Runs whose residual is asked for at a time: as many as there are registers for, those of sums in flight among them.
+    constexpr int kBatch = (L::kParts == 2 ? 16 : 8) / kLaneOc;
     using Vector = cutlass::AlignedArray<float, kVector>;
     int const g = lane / 4, t = lane % 4;
     int64_t const position_step = Config::kChannelsLast ? Config::kO : 1, channel_step = Config::kChannelsLast ? 1 : args.w;

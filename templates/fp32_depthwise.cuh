@@ -45,8 +45,8 @@ struct Fp32Depthwise {
 
   CUTLASS_DEVICE Fp32Depthwise(int first, int lane) : channel(first + lane / 16 * 2 + lane % 2), eight(lane / 2 % 8) {}
 
-  /// Activated outputs, times `scale`, of channels `channel` + 4 * `pass`. `inverse_scales`: of the rows of all 64.
-  CUTLASS_DEVICE void run(int pass, char* rows, char const* table, float const* inverse_scales, float scale) const {
+  /// Activated outputs, times `scale`, of channels `channel` + 4 * `pass`. `known`: of all 64.
+  CUTLASS_DEVICE void run(int pass, char* rows, char const* table, HiddenChannel const* known, float scale) const {
     int const c = channel + 4 * pass;
     float window[4 * kUnits], taps[T::kValues], value[8] = {};
     CUTLASS_PRAGMA_UNROLL
@@ -58,7 +58,7 @@ struct Fp32Depthwise {
     for (int s = 0; s < Config::kKernelW; ++s)
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 8; ++k) value[k] = fmaf(taps[1 + s], window[kFirst + k + s * Config::kDilationW], value[k]);
-    float const unit = inverse_scales[c];
+    float const unit = known[c].inverse_scale;
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 8; ++k) value[k] = fmaf(value[k], unit, taps[0]);
     activate<typename Config::MidActivation>(value);

@@ -15,19 +15,11 @@ CUTLASS_DEVICE float warp_max(float x) {
   return x;
 }
 
-/// What the expand warpgroup needs to know of a hidden channel.
-struct alignas(16) HiddenChannel {
-  float inverse_scale;  // of its row of the expand weights
-  float norm;           // sum of the row's magnitudes
-  float bias;
-  float unused;
-};
-
 /// Workspace before the packed weights: x in fp16, in its own layout, the low part as further channels; the inverse scale of each 8 positions,
 /// [N][ceil(L / 8)].
 ///
-/// Packed: the taps of all chunks (ToeplitzTaps, Fp32Taps); from kPackedExpand and kPackedProject on the fp16 weights, the low part as further rows; from kPackedChannels on,
-/// HiddenChannel of all chunks, the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
+/// Packed: of each chunk the taps (ToeplitzTaps, Fp32Taps) and its channels (HiddenChannel); from kPackedExpand and kPackedProject on the fp16 weights, the
+/// low part as further rows; from kPackedScales on the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
 template <class Config>
 struct HalfOperands {
   using Half = cutlass::half_t;
@@ -38,8 +30,8 @@ struct HalfOperands {
   static constexpr int kChunks = ceil_div(Config::kC, 64);
   static constexpr int kSlices = ceil_div(Config::kC, kSlice);
   static constexpr int kWeightBlocks = kSlices + ceil_div(Config::kO, kSlice);
-  static constexpr int kScaleOffset = Config::kPackedChannels + kChunks * 64 * int(sizeof(HiddenChannel));
-  static constexpr int kBoundOffset = kScaleOffset + Config::kTileOc * 4;
+  static constexpr int kChunkBytes = T::kBytes + 64 * int(sizeof(HiddenChannel));
+  static constexpr int kScaleOffset = Config::kPackedScales, kBoundOffset = kScaleOffset + Config::kTileOc * 4;
   static constexpr int kBytes = round_up(kBoundOffset + kSlices * 8, 256);
   static constexpr int kWarps = kPackThreads / 32;
   /// A window starts so many positions behind a group's first; even, so that a group has both of a pair.
@@ -74,6 +66,10 @@ struct HalfOperands {
   }
 
  private:
+  CUTLASS_DEVICE static HiddenChannel* hidden_channel(Arguments const& args, int c) {
+    return packed<HiddenChannel>(args, c / 64 * kChunkBytes + T::kBytes) + c % 64;
+  }
+
   /// Four values to fp16, the low part `low` elements further on.
   CUTLASS_DEVICE static void store(Half* half, int64_t low, float const (&value)[4]) {
     using Pairs = cutlass::AlignedArray<uint32_t, 2>;
@@ -131,7 +127,7 @@ struct HalfOperands {
       }
       if (lane == 0) {
         bound[0][i] = of_x, bound[1][i] = of_biases;
-        packed<HiddenChannel>(args, Config::kPackedChannels)[c] = channel;
+        *hidden_channel(args, c) = channel;
       }
     }
     __syncthreads();
@@ -140,11 +136,10 @@ struct HalfOperands {
       if (lane == 0) packed<float2>(args, kBoundOffset)[slice] = make_float2(of_x, of_biases);
     }
     // HiddenChannel of the chunk's end, and its taps.
-    constexpr int kLast = kSlices - 1;
-    if (slice == kLast)
+    if (slice == kSlices - 1)
       for (int c = kSlices * kSlice + threadIdx.x; c < kChunks * 64; c += kPackThreads)
-        packed<HiddenChannel>(args, Config::kPackedChannels)[c] = HiddenChannel{};
-    if (slice % 4 == 0) T::pack(args, packed<char>(args, slice / 4 * T::kBytes), slice * kSlice);
+        *hidden_channel(args, c) = HiddenChannel{};
+    if (slice % 4 == 0) T::pack(args, packed<char>(args, slice / 4 * kChunkBytes), slice * kSlice);
   }
 
   CUTLASS_DEVICE static void pack_project(Arguments const& args, int slice) {
@@ -218,7 +213,7 @@ struct HalfOperands {
 /// What takes sums of the first GEMM in a lane of the expand warpgroup, of two hidden channels, to rows of positions: sum * factor + bias, the factor
 /// times the inverse scale of the position.
 struct RowScales {
-  float factor[2], bias[2], inverse[2], of_groups;
+  float factor[2], bias[2], of_groups;
 };
 
 /// In the expand warpgroup: scales of a block's tiles.
@@ -241,18 +236,21 @@ struct TileScales {
     largest = warp_max(groups) * 0x1p15f;
     of_activated = half_scale(fmaf(bound.x, largest, bound.y));
   }
-  /// Of hidden channels `channel` and `channel` + 8.
-  CUTLASS_DEVICE RowScales rows(Arguments const& args, int channel) const {
+  /// Of hidden channels `channel` and `channel` + 8 of those at `channels`; one lane `writes` their rows' inverse scales there. By the whole warp.
+  CUTLASS_DEVICE RowScales rows(HiddenChannel* channels, int channel, bool writes) const {
     RowScales result;
     result.of_groups = groups;
+    float inverse[2];
     CUTLASS_PRAGMA_UNROLL
     for (int h = 0; h < 2; ++h) {
-      HiddenChannel const known = H::template packed<HiddenChannel>(args, Config::kPackedChannels)[channel + 8 * h];
+      HiddenChannel const known = channels[channel + 8 * h];
       float const scale = half_scale(fmaf(known.norm, largest, fabsf(known.bias)));
       result.factor[h] = known.inverse_scale * scale;
       result.bias[h] = known.bias * scale;
-      result.inverse[h] = inverse_power(scale);
+      inverse[h] = inverse_power(scale);
     }
+    __syncwarp();  // all have read
+    if (writes) channels[channel].inverse_scale = inverse[0], channels[channel + 8].inverse_scale = inverse[1];
     return result;
   }
 };

@@ -75,4 +75,11 @@ CUTLASS_DEVICE float half_scale(float bound) {
 /// 1 / `scale`, of a power of two.
 CUTLASS_DEVICE float inverse_power(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
 
+/// What the expand warpgroup needs to know of a hidden channel.
+struct HiddenChannel {
+  float inverse_scale;  // of its row of the expand weights; then of its row of positions, for the depthwise warpgroup
+  float norm;           // sum of the row's magnitudes
+  float bias;
+};
+
 }  // namespace cutlass_sep

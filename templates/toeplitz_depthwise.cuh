@@ -99,8 +99,8 @@ struct ToeplitzDepthwise {
     }
   }
 
-  /// Of the warp's channels [first, first + 8). `inverse_scales`: of the rows of the warp's channels, if they are scaled.
-  CUTLASS_DEVICE void compute(Value& value, int first, char const* rows, char const* table, float const* inverse_scales) const {
+  /// Of the warp's channels [first, first + 8). `known`: of the warp's channels, if they are scaled.
+  CUTLASS_DEVICE void compute(Value& value, int first, char const* rows, char const* table, HiddenChannel const* known) const {
     using Atom = typename Config::DepthwiseAtom;
     CUTLASS_PRAGMA_UNROLL
     for (int four = 0; four < 8; four += 4) {
@@ -126,13 +126,12 @@ struct ToeplitzDepthwise {
         }
       }
       if constexpr (Config::kScaled) {
-        float unit[4], of_row[4];
+        float unit[4];
         load_vector<float>(unit, group + scale);
-        load_vector<float>(of_row, inverse_scales + first + four);
         CUTLASS_PRAGMA_UNROLL
         for (int k = 0; k < 4; ++k)
           CUTLASS_PRAGMA_UNROLL
-          for (int i = 0; i < 4; ++i) value[four + k][i] = fmaf(value[four + k][i], unit[k] * of_row[k], start[k]);
+          for (int i = 0; i < 4; ++i) value[four + k][i] = fmaf(value[four + k][i], unit[k] * known[first + four + k].inverse_scale, start[k]);
       }
     }
   }
