@@ -105,9 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add(commands, "demo", text, "demo", problem)
     emit = add(commands, "emit", "Write the CUDA C++ of a problem's kernel.", "emit", problem)
     emit.add_argument("--output", type=Path, metavar="FILE", help="write the source there instead of to stdout")
-    emit.add_argument(
-        "--project", type=Path, metavar="DIR", help="write a stand-alone project, separable_conv2d, with its check.py"
-    )
+    text = "write a stand-alone project, with its check.py; the folder is new or empty, or an earlier project's"
+    emit.add_argument("--project", type=Path, metavar="DIR", help=text)
     compile_ = add(commands, "compile", "Compile a problem's kernel and show what it takes.", "compile", problem)
     compile_.add_argument("--output", type=Path, metavar="FILE", help="write the cubin there")
     text = "Compare a problem's results with float64 on fresh data (needs a GPU)."

@@ -109,6 +109,19 @@ def test_emit_hands_the_op_and_the_folder_to_the_emission(problem, run_json, mon
     assert name == {"dwsep2d": "separable_conv2d", "sepblock1d": "separable_conv_block1d"}[problem]
 
 
+def test_emit_refuses_a_folder_of_other_files(run, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    where = ["--project", str(tmp_path / "there"), "--output", str(tmp_path / "kernel.cu")]
+    status, out, err = run("emit", *SMALL, *where)
+    assert (status, out) == (2, "")
+    assert err == (
+        f"--project: {tmp_path / 'there'} has files that are not an earlier project separable_conv2d; give a new or an "
+        "empty folder, or remove them\n"
+    )
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
+
+
 def test_problem_arguments_reach_the_problem(run_json):
     status, data = run_json(
         "emit", "--shape", "2,8,12,16", "--out-channels", "5", "--kernel", "3,5", "--stride", "2,1", "--padding", "1,2",
