@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutlass_sep.bench import accuracy, ceilings, inputs, overhead, peers, runner, timing
+from cutlass_sep.bench import accuracy, ceilings, inputs, overhead, peers, results, runner, timing
 from cutlass_sep.bench.peers import Unfair
 from cutlass_sep.problem import Pads
 
@@ -337,6 +337,35 @@ def test_own_rows_are_held_against_the_best_peer():
     (comparison,) = runner.compare([{**own, "path": "torch", "median_ms": 2.05}, slow, fast])
     assert comparison.peer is slow and comparison.ok, "path torch is held against eager"
     assert runner.compare([own]) == []
+
+
+def test_names_of_one_problem_share_compiled_peers():
+    about = {**results.about(small("float16")), "timing": "events"}
+
+    def peer(name, impl, ms, **changes):
+        return {**about, "id": name, "impl": impl, "median_ms": ms, **changes}
+
+    rows = [
+        peer("a", "cutlass_sep", 0.5),
+        peer("a", "eager", 2.0),
+        peer("a", "compile", 1.5),
+        peer("b", "eager", 2.05),
+        peer("b", "compile", 1.4),
+        peer("b", "compile-max-autotune", 1.0),
+    ]
+    found = peers.with_lent(rows)
+    assert found[:-1] == rows, "each keeps its own"
+    assert found[-1] == {**rows[-1], "id": "a", "lent_by": "b"}
+    (comparison,) = runner.compare(row | {"path": "sm90"} for row in found if row["id"] == "a")
+    assert comparison.speedup == 2.0
+    for changes in (
+        {"median_ms": 2.07},  # eager has drifted
+        {"layout": "channels_last"},  # and in this layout it is not known
+        {"timing": "cuda_graph"},
+        {"activation": "relu"},
+        {"shape": about["shape"] | {"N": 1}},
+    ):
+        assert peers.with_lent([*rows[:3], rows[3] | changes, *rows[4:]]) == [*rows[:3], rows[3] | changes, *rows[4:]]
 
 
 def test_peers_by_name():

@@ -22,8 +22,6 @@ from .inputs import Case
 LEAD_VARIANTS = (("float32", "ieee"), ("bfloat16", None), ("float16", None), ("float32", "tf32"))
 LAYER_VARIANTS = (("float32", "ieee"), ("bfloat16", None))
 SWEEP_VARIANTS = (("bfloat16", None),)
-#: By how much eager may differ from an earlier run whose compiled peers are used again.
-DRIFT_ALLOWED = 0.03
 #: As many kernels are compiled where they are needed; a pool of processes takes longer to start.
 _FEW_KERNELS = 4
 
@@ -178,11 +176,11 @@ def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> 
 
     Their times are used again only as long as eager, measured anew, shows that the machine is the same.
     """
-    eager = {results.pick_key(row): row["median_ms"] for row in measured if row["impl"] == "eager"}
+    eager = {results.pick_key(row): row for row in measured if row["impl"] == "eager"}
     drifted = {
         _alike(row)
         for row in found["rows"]
-        if (now := eager.get(results.pick_key(row))) is not None and abs(now / row["median_ms"] - 1) > DRIFT_ALLOWED
+        if (now := eager.get(results.pick_key(row))) is not None and peers.drifted(now, row)
     }
     new = {results.pick_key(row) for row in measured}
     stale = [
