@@ -202,6 +202,8 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     text = f"of {', '.join(timings)}; default: events"
     bench.add_argument("--timing", type=_names(*timings), default=timings[:1], metavar="T[,T]", help=text)
     bench.add_argument("--samples", type=_extent, default=40, help="timed samples of each implementation")
+    text = "time limit of a compile-max-autotune peer, which has a process of its own; default: 200"
+    bench.add_argument("--peer-seconds", type=_extent, default=200, metavar="S", help=text)
     bench.add_argument("--batch", type=_extent, metavar="N", help="batch of every layer of the file; default: its own")
     text = "time the schedules with the best estimates, and PyTorch's convolutions, first; calls then take the fastest"
     bench.add_argument("--tune", action="store_true", help=text)

@@ -178,8 +178,8 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
         cases=cases, peers=args.peers, timings=args.timing, path=args.path,
         forms=(None, *FORMS) if sweep and args.form is None else (args.form,),
         layouts=layouts, compiled_layouts=("channels_last",) if layer_file else LAYOUTS, tune=args.tune,
-        samples=args.samples, startup=args.startup, output=args.output, append=args.append or args.resume,
-        resume=args.resume,
+        samples=args.samples, peer_seconds=args.peer_seconds, startup=args.startup, output=args.output,
+        append=args.append or args.resume, resume=args.resume,
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}

@@ -489,13 +489,15 @@ def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path
     layers = ["bench", "--suite", LAYERS]
     narrowed = ["--dtype", "bfloat16", "--layout", "channels_last", "--batch", "1", "--rows", ":3"]
     output = ["--output", str(tmp_path / "out.json"), "--resume"]
-    assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", *output)[0] == 0
+    assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", "--peer-seconds", "90", *output)[0] == 0
     (request,) = asked
+    assert request.peer_seconds == 90
     assert {(case.problem.n, case.problem.dtype) for case in request.cases} == {(1, "bfloat16")}
     assert (request.layouts, request.compiled_layouts) == (("channels_last",), ("channels_last",))
     assert (request.tune, request.resume, request.append) == (True, True, True) and len(request.cases) == 3
     assert run_json(*layers)[0] == 0
     assert (asked[-1].layouts, asked[-1].tune, asked[-1].resume) == (("contiguous", "channels_last"), False, False)
+    assert asked[-1].peer_seconds == session.Request(()).peer_seconds
     assert {case.problem.n for case in asked[-1].cases} >= {1, 8, 16, 32}
     for suite in (["--suite", "lead"], SMALL):
         status, data = run_json("bench", *suite, "--batch", "1")
@@ -608,6 +610,7 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         ),
         (["verify", "--seed", "-1"], f"argument --seed: '-1' must be an integer from 0 to {2**63 - 1}"),
         (["bench", "--samples", "0"], "--samples"),
+        (["bench", "--peer-seconds", "0"], "--peer-seconds"),
         (
             ["emit", "--shape", f"1,32,{2**28},{2**28}"],
             f"--shape 1,32,{2**28},{2**28} --out-channels 128 --kernel 3: S",
