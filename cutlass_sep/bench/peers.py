@@ -49,6 +49,11 @@ def flags(fp32_precision: str | None) -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
+def alike(row: dict[str, Any]) -> str:
+    """Canonical text of what a row has in common with those that it may be compared with."""
+    return results.canonical([row[name] for name in ALIKE])
+
+
 def comparable(row: dict[str, Any], peer: dict[str, Any]) -> None:
     """Raise Unfair unless two results rows are of the same computation at the same precision, timed the same way."""
     for field in ALIKE:

@@ -188,16 +188,6 @@ def _peer(name: str, impl: str, problem: Problem) -> _Candidate:
     return _Candidate(name, impl, problem.layout, lambda t: call(*t), about)
 
 
-def check_values(
-    impl: str,
-    call: Callable[[AnyTensors], torch.Tensor],
-    problem: Problem,
-    tensors: AnyTensors,
-) -> accuracy.Errors:
-    """The errors of one call on tensors it has not seen; WrongValues outside the limits."""
-    return _accepted(impl, problem, accuracy.judge_one(problem, tensors, _output(call, problem, tensors)))
-
-
 def _output(call: Callable[[AnyTensors], torch.Tensor], problem: Problem, tensors: AnyTensors) -> torch.Tensor:
     """y of one call. Memory that it may get for y is filled with NaN first, so that what nobody wrote is found out."""
     shape = problem.y_shape

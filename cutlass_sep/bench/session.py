@@ -261,25 +261,17 @@ def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> 
     """
     eager = {results.pick_key(row): row for row in measured if row["impl"] == "eager"}
     drifted = {
-        _alike(row)
+        peers.alike(row)
         for row in found["rows"]
         if (now := eager.get(results.pick_key(row))) is not None and peers.drifted(now, row)
     }
     new = {results.pick_key(row) for row in measured}
-    stale = [
-        row
-        for row in found["rows"]
-        if _alike(row) in drifted and row["impl"] not in ("eager", results.OWN) and results.pick_key(row) not in new
-    ]
+    compiled = [row for row in found["rows"] if row["impl"] not in ("eager", results.OWN)]
+    stale = [row for row in compiled if peers.alike(row) in drifted and results.pick_key(row) not in new]
     found["rows"] = [row for row in found["rows"] if row not in stale]
     return [
         f"{row['id']} {row['impl']} {row['layout']} {row['dtype']}: dropped, eager has drifted since" for row in stale
     ]
-
-
-def _alike(row: dict[str, Any]) -> str:
-    """What a row has in common with those that it may be compared with."""
-    return results.canonical([row[name] for name in peers.ALIKE])
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:
