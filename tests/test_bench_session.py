@@ -381,6 +381,22 @@ def test_compiled_peers_of_an_earlier_run_are_used_again_until_eager_drifts(ceil
     assert left == [] and len(sentences) == 1 and "eager has drifted" in sentences[0]
 
 
+def test_one_peer_and_eager_in_one_layout_are_measured_alone(ceilings_known, monkeypatch):
+    """What isolated.Worker asks for."""
+    judged, judge = [], runner.accuracy.judge
+    monkeypatch.setattr(runner.accuracy, "judge", lambda *args: judged.append(args[0].layout) or judge(*args))
+    monkeypatch.setattr(runner.peers, "build", lambda impl, problem: runner.peers.eager(problem))
+    layouts = ("channels_last",)
+    plan = runner.Plan(
+        layouts=(), peer_layouts=layouts, compiled_layouts=layouts, peers=("eager", "compile-max-autotune"), samples=3
+    )
+    outcome = runner.measure(case(), plan, LIMITS, {"gpu": "Host"}, DEVICE)
+    assert outcome.problems == [] and judged == ["channels_last"] * 2
+    assert [(row["impl"], row["layout"], row["measured"]) for row in outcome.rows] == [
+        (impl, "channels_last", {"gpu": "Host"}) for impl in plan.peers
+    ]
+
+
 class Apart:
     """Stands in for isolated.Worker: measures in this process, with eager as the peer, unless the peer `fails`."""
 

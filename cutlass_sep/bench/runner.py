@@ -138,7 +138,7 @@ def _ready(
             candidate = attempt(name, make)
             if candidate is not None and not any(candidate.repeats(other) for other in (*ready, *made.values())):
                 made[name] = candidate
-        for tensors in (example, drawn[layout][-1]):
+        for tensors in (example, drawn[layout][-1]) if made else ():
             calls = list(made.items())
             outputs = {name: attempt(name, partial(_output, c.call, problem, tensors)) for name, c in calls}
             verdicts = accuracy.judge(problem, tensors, {name: outputs[name] for name in made})
