@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,14 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def within(seconds: float, condition) -> bool:
+    """Whether the condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return bool(found)
 
 
 def test_one_process_measures_one_peer_beside_eager_after_the_other(capfd):
@@ -94,10 +103,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path):
         begin = time.monotonic()
         (sentence,) = ask(worker, "hang", file=str(file)).problems
         assert sentence.endswith(": no result after 1 s") and time.monotonic() - begin < 20
-        end = time.monotonic() + 10
-        while runs(int(file.read_text())) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert not runs(int(file.read_text()))
+        assert within(10, lambda: not runs(int(file.read_text())))
 
 
 def test_an_interrupted_session_leaves_no_process():
@@ -105,6 +111,33 @@ def test_an_interrupted_session_leaves_no_process():
         pid = ask(worker, "a").rows[0]["pid"]
         raise KeyboardInterrupt
     assert not runs(pid)
+
+
+def test_a_killed_session_leaves_no_process(tmp_path):
+    file = tmp_path / "pid"
+    program = tmp_path / "session.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
+        "if __name__ == '__main__':\n"
+        "    import test_isolated as here\n"
+        "    with here.isolated.Worker(600, here.stand_in) as worker:\n"
+        f"        here.ask(worker, 'hang', file={str(file)!r})\n"
+    )
+    session = subprocess.Popen([sys.executable, str(program)])
+    try:
+        assert within(60, lambda: file.exists() and file.read_text())
+        (worker,) = (
+            int(pid)
+            for pid in Path(f"/proc/{session.pid}/task/{session.pid}/children").read_text().split()
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        assert runs(worker)
+    finally:
+        session.kill()
+        session.wait()
+    assert within(10, lambda: not runs(worker))
+    os.kill(int(file.read_text()), signal.SIGKILL)  # what it started ends by itself as a rule; this one sleeps
 
 
 def test_a_process_that_ended_while_idle_is_said():

@@ -7,6 +7,7 @@ memory ends the CUDA context of its process, and with it every measurement behin
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from .runner import Outcome, Plan
 
 #: The peers that are measured like this.
 PEERS = ("compile-max-autotune",)
+#: Of <sys/prctl.h>: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 #: How long a process whose pipe is closed may take to end by itself, in seconds.
 _GRACE_SECONDS = 10
 
@@ -108,6 +111,7 @@ def _end_of(exitcode: int | None) -> str:
 def _serve(measure: Callable[..., Outcome], pipe: Any) -> None:
     """The process: an outcome for each message, or a sentence and the end."""
     os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed session leaves nothing that hangs on the GPU
     os.dup2(2, 1)  # stdout belongs to the results of the command
     while True:
         try:
