@@ -663,6 +663,18 @@ def test_nvrtc_at_hand() -> None:
     assert version.build != "unknown"
 
 
+def test_versions_are_those_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {distribution.metadata["Name"] for distribution in metadata.distributions()}:
+        assert toolchain.version_of(name) == metadata.version(name), name
+    egg = tmp_path / "old_one-1.5.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: old-one\nVersion: 1.5\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert toolchain.version_of("old-one") == "1.5"
+    with pytest.raises(metadata.PackageNotFoundError):
+        toolchain.version_of("no-such-one")
+
+
 def test_a_kernel_out_of_the_cache_needs_no_nvrtc(folder: Path) -> None:
     code = f"""
         import re, sys
