@@ -20,7 +20,7 @@ import planner as quality  # noqa: E402
 
 @pytest.fixture(scope="module")
 def found() -> list[quality.Pick]:
-    return quality.picks(results.load(BENCHMARKS / "results" / "h200.json"))
+    return quality.picks(results.load(BENCHMARKS / "results" / "h200.json"))[0]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
     """docs/performance.md states these; a change of the planner that makes them worse has to say so there."""
     left_out = quality.summary([pick for pick in found if pick.id in others])
     count, good, _, lost = left_out["bfloat16 channels_last"]
-    assert count == 28 and good >= 0.64 and lost <= 1.055
+    assert count >= 24 and good >= 0.95 and lost <= 1.032
 
 
 # ---- the fit of the estimates
@@ -54,16 +54,16 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
 
 @pytest.fixture(scope="module")
 def trials() -> list[fitting.Trial]:
-    return fitting.trials(fitting.TRIALS)
+    return fitting.trials()
 
 
 def test_the_estimates_meet_the_times_they_were_fitted_to_and_others_alike(trials):
     """The constants of estimate.py are those of the fit: standard deviations that docs/performance.md states."""
     others = quality.left_out(trial.layer for trial in trials)
-    for kind, spread in (("sm90", 0.14), ("diagonal", 0.15), ("portable", 0.24), ("fused", 0.04)):
+    for kind, spread in (("sm90", 0.12), ("diagonal", 0.12), ("portable", 0.16), ("fused", 0.02)):
         for left_out in (False, True):
             errors = [t.error for t in trials if t.kind == kind and (t.layer in others) == left_out]
-            assert len(errors) > 15 and abs(statistics.fmean(errors)) < 0.035
+            assert len(errors) > 8 and abs(statistics.fmean(errors)) < 0.06
             assert statistics.pstdev(errors) < spread, (kind, left_out)
 
 
