@@ -29,13 +29,13 @@ TRIALS = BENCHMARKS / "results" / "h200.trials.jsonl"
 RESULTS = BENCHMARKS / "results" / "h200.json"
 sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
 
-from planner import left_out  # noqa: E402
+from planner import GOOD, left_out  # noqa: E402
 
 from cutlass_sep import estimate, planner  # noqa: E402
 from cutlass_sep.bench import inputs, results  # noqa: E402
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry, FusedTile  # noqa: E402
 from cutlass_sep.problem import Problem  # noqa: E402
-from cutlass_sep.schedule import Geometry, Schedule  # noqa: E402
+from cutlass_sep.schedule import PORTABLE_MARGIN, Geometry, Schedule  # noqa: E402
 
 ARCH = "sm_90a"
 #: What is fitted for each kind of kernel; constants that hold by arithmetic or by a measurement of their own are not.
@@ -63,6 +63,7 @@ class Trial:
     """One timed call: `estimated` gives the microseconds by the present constants. Trials of a `case` are compared."""
 
     layer: str
+    tensors: str  # data type, precision and layout
     case: int
     kind: str
     estimated: Callable[[], float]
@@ -89,10 +90,14 @@ def trials() -> list[Trial]:
             read = planner.schedule_type(problem).from_json
             timed.append((row["id"], problem, [(1e3 * t["median_ms"], read(t["schedule"])) for t in tried]))
     return [
-        Trial(layer, case, *_estimate(problem, schedule), us)
+        Trial(layer, _tensors(problem), case, *_estimate(problem, schedule), us)
         for case, (layer, problem, schedules) in enumerate(timed)
         for us, schedule in schedules
     ]
+
+
+def _tensors(problem: Problem) -> str:
+    return " ".join(filter(None, (problem.dtype, problem.fp32_precision, problem.layout)))
 
 
 def _separable(fields: list[Any]) -> Schedule:
@@ -167,15 +172,36 @@ def fit(chosen: list[Trial], names: tuple[str, ...], seconds: float, seed: int =
 
 
 def show(found: list[Trial], others: set[str]) -> None:
-    """Mean and standard deviation of the errors, fitted and left out; and within the trials of a case."""
+    """Of those fitted and of those left out: mean and standard deviation of the errors; then how often the schedule
+    with the best estimate among a case's trials takes at most 5 % longer than the fastest one.
+    """
+    sets = {
+        "fitted": [trial for trial in found if trial.layer not in others],
+        "left out": [trial for trial in found if trial.layer in others],
+    }
     for kind in CONSTANTS:
-        for title, chosen in (
-            ("fitted", [t for t in found if t.kind == kind and t.layer not in others]),
-            ("left out", [t for t in found if t.kind == kind and t.layer in others]),
-        ):
-            errors = [trial.error for trial in chosen]
+        for title, chosen in sets.items():
+            errors = [trial.error for trial in chosen if trial.kind == kind]
             text = f"{kind:9} {title:9} {len(errors):5} trials, {100 * statistics.fmean(errors):+5.1f} %"
             print(f"{text} on average, standard deviation {100 * statistics.pstdev(errors):.0f} %")
+    for tensors in sorted({trial.tensors for trial in found}):
+        for title, chosen in sets.items():
+            if losses := first_choices([trial for trial in chosen if trial.tensors == tensors]):
+                good = sum(lost <= GOOD for lost in losses) / len(losses)
+                print(f"{tensors:28} {title:9} {len(losses):5} cases, first choice good in {100 * good:.0f} %")
+
+
+def first_choices(chosen: list[Trial]) -> list[float]:
+    """Of each case with several trials, the time of the best estimate's over the shortest."""
+    cases: dict[int, list[Trial]] = {}
+    for trial in chosen:
+        cases.setdefault(trial.case, []).append(trial)
+    found = []
+    for tried in cases.values():
+        if len(tried) > 1:
+            first = min(tried, key=lambda t: t.estimated() * (PORTABLE_MARGIN if t.kind == "portable" else 1))
+            found.append(first.microseconds / min(trial.microseconds for trial in tried))
+    return found
 
 
 def main() -> int:

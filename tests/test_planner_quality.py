@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -65,6 +66,42 @@ def test_the_estimates_meet_the_times_they_were_fitted_to_and_others_alike(trial
             errors = [t.error for t in trials if t.kind == kind and (t.layer in others) == left_out]
             assert len(errors) > 8 and abs(statistics.fmean(errors)) < 0.06
             assert statistics.pstdev(errors) < spread, (kind, left_out)
+
+
+def test_first_choices_are_good_in_most_cases_left_out(trials):
+    """docs/performance.md states these shares."""
+    others = quality.left_out(trial.layer for trial in trials)
+    for tensors, cases, share in (
+        ("bfloat16 channels_last", 132, 0.93),
+        ("float32 ieee channels_last", 54, 0.92),
+        ("float32 ieee contiguous", 84, 0.97),
+    ):
+        losses = fitting.first_choices([t for t in trials if t.tensors == tensors and t.layer in others])
+        assert len(losses) == cases and min(losses) == 1.0
+        assert sum(lost <= quality.GOOD for lost in losses) / cases >= share
+
+
+def test_a_first_choice_is_compared_with_the_fastest_of_its_case():
+    def trial(case, kind, estimated, microseconds):
+        return fitting.Trial("a", "t", case, kind, lambda: estimated, microseconds)
+
+    tried = [trial(1, "sm90", 2.0, 12.0), trial(1, "sm90", 3.0, 10.0), trial(2, "sm90", 2.0, 9.0)]
+    assert fitting.first_choices(tried) == [1.2]
+    # The rougher estimate of path portable must be better by a margin.
+    assert fitting.first_choices([*tried, trial(1, "portable", 1.95, 5.0)]) == [2.4]
+    assert fitting.first_choices([*tried, trial(1, "portable", 1.7, 5.0)]) == [1.0]
+
+
+def test_outliers_and_slow_schedules_count_less():
+    def trial(error, microseconds):
+        return fitting.Trial("a", "t", 1, "sm90", lambda: microseconds / math.exp(error), microseconds)
+
+    assert fitting.loss([trial(0.0, 1.0), trial(0.0, 3.0)]) == 0.0
+    # Alone in its case an error is one of level only; ten times the error is then ten times the loss, not a hundred.
+    small, large = fitting.loss([trial(0.5, 1.0)]), fitting.loss([trial(5.0, 1.0)])
+    assert small == pytest.approx(0.15 * 0.05 * (math.hypot(0.5, 0.05) - 0.05)) and 9 < large / small < 12
+    # The same error of a schedule three times as slow as the best one of its case.
+    assert fitting.loss([trial(0.0, 1.0), trial(0.1, 3.0)]) < 0.05 * fitting.loss([trial(0.1, 1.0), trial(0.0, 1.0)])
 
 
 def test_a_fit_finds_a_constant_that_was_changed(trials, monkeypatch):
