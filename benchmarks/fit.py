@@ -3,9 +3,10 @@
     python benchmarks/fit.py --seconds 60     # a random search from the constants as they are; prints better ones
     python benchmarks/fit.py --seconds 0      # only how well the constants as they are meet the times
 
-The times are those of benchmarks/results/h200.trials.jsonl: for a layer at one dtype, layout and batch, microseconds of
-a call and the values of the schedule's fields, and of PyTorch's convolutions in this layout and in the other one. They
-were taken while developing, with kernels a little older than those of today. Every third layer is left out of the fit.
+The times are those of `bench --tune` in benchmarks/results/h200.json, of the kernels as they are, and those of
+benchmarks/results/h200.trials.jsonl, taken while developing, with kernels a little older: for a layer at one dtype,
+layout and batch, microseconds of a call and the values of the schedule's fields, and of PyTorch's convolutions in this
+layout and in the other one. Every third layer is left out of the fit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import operator
 import random
 import statistics
 import sys
@@ -24,33 +26,36 @@ from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parent
 TRIALS = BENCHMARKS / "results" / "h200.trials.jsonl"
+RESULTS = BENCHMARKS / "results" / "h200.json"
 sys.path[:0] = [str(BENCHMARKS.parent), str(BENCHMARKS)]
 
-from planner import left_out  # noqa: E402
+from planner import GOOD, left_out  # noqa: E402
 
-from cutlass_sep import estimate  # noqa: E402
-from cutlass_sep.bench import inputs  # noqa: E402
+from cutlass_sep import estimate, planner  # noqa: E402
+from cutlass_sep.bench import inputs, results  # noqa: E402
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry, FusedTile  # noqa: E402
 from cutlass_sep.problem import Problem  # noqa: E402
-from cutlass_sep.schedule import Geometry, Schedule  # noqa: E402
+from cutlass_sep.schedule import PORTABLE_MARGIN, Geometry, Schedule  # noqa: E402
 
 ARCH = "sm_90a"
 #: What is fitted for each kind of kernel; constants that hold by arithmetic or by a measurement of their own are not.
 #: "diagonal" is path sm90 with the depthwise stage on tensor cores.
 CONSTANTS = {
     "sm90": (
-        "_L2_BYTES", "_FILL_BYTES", "_LONE_WARP", "_STEP", "_ROW", "_COPY", "_ITEM", "_STAGE", "_LATE", "_BEHIND",
-        "_EXPOSED",
+        "_RUN", "_LATENCY", "_COPY", "_ROW", "_ITEM", "_STAGE", "_WAIT", "_STEP", "_WAVEFRONT", "OVERLAPPED_US",
     ),
-    "diagonal": ("_DIAGONAL_STEP", "_DIAGONAL_CHUNK", "_DIAGONAL_MMA", "_SPLIT"),
-    "portable": (
-        "_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_UNPACK", "_PORTABLE_ALONE", "_PORTABLE_EXPOSED",
-        "_PORTABLE_SHARE",
-    ),
+    "diagonal": ("_MARCH", "_SPLIT"),
+    "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
     "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
 }  # fmt: skip
-#: A time this far off, in its logarithm, counts no more than that: outliers must not decide.
-_CAP = 0.7
+#: Kinds whose constants are fitted together.
+TOGETHER = (("sm90", "diagonal"), ("portable",), ("fused",))
+#: An error of this size, in its logarithm, is where outliers begin: they count in proportion, not squared.
+_SMALL = 0.05
+#: Share of an estimate's own error beside that of its order among a case's, which decides what is picked.
+_LEVEL = 0.15
+#: Schedules slower than the best of a case by this factor count 1/e of it.
+_SLOWER = 1.35
 
 
 @dataclass(frozen=True)
@@ -58,30 +63,41 @@ class Trial:
     """One timed call: `estimated` gives the microseconds by the present constants. Trials of a `case` are compared."""
 
     layer: str
+    tensors: str  # data type, precision and layout
     case: int
     kind: str
-    microseconds: float
     estimated: Callable[[], float]
+    microseconds: float
 
     @property
     def error(self) -> float:
         return math.log(self.microseconds / self.estimated())
 
 
-def trials(path: Path) -> list[Trial]:
-    """All trials of kernels in a file."""
+def trials() -> list[Trial]:
+    """All trials of kernels in both files, the older ones first."""
     layers = {case.id: case for case in inputs.layers(BENCHMARKS / "layers.jsonl")[0]}
     layers |= {case.id: case for case in (inputs.lead(), inputs.lead1d())}
-    found = []
-    for number, line in enumerate(path.read_text().splitlines()):
+    timed = []
+    for line in TRIALS.read_text().splitlines():
         row = json.loads(line)
         case = inputs.variant(layers[row["id"]], row["dtype"], row["layout"], row["fp32_precision"])
-        problem = replace(case.problem, n=row["batch"])
-        for microseconds, fields in row["trials"]:
-            schedule = _block(fields) if fields[0] in ("fused", "two_kernel") else _separable(fields)
-            kind, estimated = _estimate(problem, schedule)
-            found.append(Trial(row["id"], number, kind, microseconds, estimated))
-    return found
+        schedules = [(us, _block(f) if f[0] in ("fused", "two_kernel") else _separable(f)) for us, f in row["trials"]]
+        timed.append((row["id"], replace(case.problem, n=row["batch"]), schedules))
+    for row in results.load(RESULTS)["rows"]:
+        if tried := [trial for trial in row.get("trials", ()) if trial["schedule"] is not None]:
+            problem = results.problem_of(row)
+            read = planner.schedule_type(problem).from_json
+            timed.append((row["id"], problem, [(1e3 * t["median_ms"], read(t["schedule"])) for t in tried]))
+    return [
+        Trial(layer, _tensors(problem), case, *_estimate(problem, schedule), us)
+        for case, (layer, problem, schedules) in enumerate(timed)
+        for us, schedule in schedules
+    ]
+
+
+def _tensors(problem: Problem) -> str:
+    return " ".join(filter(None, (problem.dtype, problem.fp32_precision, problem.layout)))
 
 
 def _separable(fields: list[Any]) -> Schedule:
@@ -119,15 +135,24 @@ def _of_geometry(geometry: Geometry) -> Callable[[], float]:
 
 
 def loss(chosen: list[Trial]) -> float:
-    """Mean square of the errors, those among a case's trials counted four times: it is the order that matters."""
-    cases: dict[int, list[float]] = {}
+    """Mean of the errors, as outliers count: of each estimate, and, more, of its order among those of its case."""
+    cases: dict[int, list[Trial]] = {}
     for trial in chosen:
-        cases.setdefault(trial.case, []).append(trial.error)
+        cases.setdefault(trial.case, []).append(trial)
     total = 0.0
-    for errors in cases.values():
-        mean = statistics.fmean(errors)
-        total += sum(3 * (error - mean) ** 2 + min(abs(error), _CAP) ** 2 for error in errors)
+    for tried in cases.values():
+        best = min(trial.microseconds for trial in tried)
+        weights = [math.exp((1 - trial.microseconds / best) / (_SLOWER - 1)) for trial in tried]
+        errors = [trial.error for trial in tried]
+        mean = sum(map(operator.mul, weights, errors)) / sum(weights)
+        for weight, error in zip(weights, errors, strict=True):
+            total += weight * (_size(error - mean) + _LEVEL * _size(error))
     return total / len(chosen)
+
+
+def _size(error: float) -> float:
+    """The square of a small error, and proportional to a large one."""
+    return _SMALL * (math.hypot(error, _SMALL) - _SMALL)
 
 
 def fit(chosen: list[Trial], names: tuple[str, ...], seconds: float, seed: int = 0) -> dict[str, float]:
@@ -147,27 +172,49 @@ def fit(chosen: list[Trial], names: tuple[str, ...], seconds: float, seed: int =
 
 
 def show(found: list[Trial], others: set[str]) -> None:
-    """Mean and standard deviation of the errors, fitted and left out; and within the trials of a case."""
+    """Of those fitted and of those left out: mean and standard deviation of the errors; then how often the schedule
+    with the best estimate among a case's trials takes at most 5 % longer than the fastest one.
+    """
+    sets = {
+        "fitted": [trial for trial in found if trial.layer not in others],
+        "left out": [trial for trial in found if trial.layer in others],
+    }
     for kind in CONSTANTS:
-        for title, chosen in (
-            ("fitted", [t for t in found if t.kind == kind and t.layer not in others]),
-            ("left out", [t for t in found if t.kind == kind and t.layer in others]),
-        ):
-            errors = [trial.error for trial in chosen]
+        for title, chosen in sets.items():
+            errors = [trial.error for trial in chosen if trial.kind == kind]
             text = f"{kind:9} {title:9} {len(errors):5} trials, {100 * statistics.fmean(errors):+5.1f} %"
             print(f"{text} on average, standard deviation {100 * statistics.pstdev(errors):.0f} %")
+    for tensors in sorted({trial.tensors for trial in found}):
+        for title, chosen in sets.items():
+            if losses := first_choices([trial for trial in chosen if trial.tensors == tensors]):
+                good = sum(lost <= GOOD for lost in losses) / len(losses)
+                print(f"{tensors:28} {title:9} {len(losses):5} cases, first choice good in {100 * good:.0f} %")
+
+
+def first_choices(chosen: list[Trial]) -> list[float]:
+    """Of each case with several trials, the time of the best estimate's over the shortest."""
+    cases: dict[int, list[Trial]] = {}
+    for trial in chosen:
+        cases.setdefault(trial.case, []).append(trial)
+    found = []
+    for tried in cases.values():
+        if len(tried) > 1:
+            first = min(tried, key=lambda t: t.estimated() * (PORTABLE_MARGIN if t.kind == "portable" else 1))
+            found.append(first.microseconds / min(trial.microseconds for trial in tried))
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of search for each kind of kernel")
     seconds = parser.parse_args().seconds
-    found = trials(TRIALS)
+    found = trials()
     others = left_out(trial.layer for trial in found)
     show(found, others)
     if seconds > 0:
-        for kind, names in CONSTANTS.items():
-            chosen = [trial for trial in found if trial.kind == kind and trial.layer not in others]
+        for kinds in TOGETHER:
+            chosen = [trial for trial in found if trial.kind in kinds and trial.layer not in others]
+            names = tuple(name for kind in kinds for name in CONSTANTS[kind])
             for name, value in fit(chosen, names, seconds).items():
                 print(f"{name} = {value:.3g}")
         show(found, others)

@@ -82,6 +82,7 @@ def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
         rows = f"{first}:{first + CASES_A_STEP}"
         planned.append(Step(f"sweep1d-{i}", bench("--suite", "sweep1d", "--rows", rows), 400))
     # bf16 where the tensor cores want it; each peer in both layouts, compiled ones in channels_last.
+    autotuned = []  # last: some 20 seconds a layer, and what is left of the time before
     for dtype, own in (("bfloat16", ("--layout", "channels_last")), ("float32", ())):
         for i, first in enumerate(range(0, len(inputs.layers(LAYERS)[0]), CASES_A_STEP)):
             chosen = (
@@ -97,7 +98,9 @@ def steps(results: Path, kernel_list: Path | None = None) -> list[Step]:
             name = f"{dtype}-{i}"
             planned.append(Step(f"layers-{name}", bench(*chosen, "--tune", "--peers", "eager,compile"), 560))
             planned.append(Step(f"batch1-{name}", bench(*chosen, "--batch", "1", "--timing", "cuda_graph"), 400))
-    return planned
+            if dtype == "bfloat16":
+                autotuned.append(Step(f"autotune-{name}", bench(*chosen, "--peers", "compile-max-autotune"), 560))
+    return planned + autotuned
 
 
 def main() -> int:

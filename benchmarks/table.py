@@ -39,9 +39,9 @@ def table(data: dict[str, Any]) -> str:
 
 def _rows(data: dict[str, Any], name: str) -> str:
     """The table of one lead shape."""
-    from cutlass_sep.bench import runner
+    from cutlass_sep.bench import peers, runner
 
-    rows = [row for row in data["rows"] if row["id"] == name and row["timing"] == "events"]
+    rows = [row for row in peers.with_lent(data["rows"]) if row["id"] == name and row["timing"] == "events"]
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|" + "---|" * len(_COLUMNS)]
     for found in runner.compare(rows):
         row, peer = found.row, found.peer

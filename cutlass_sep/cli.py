@@ -105,9 +105,8 @@ def parser() -> argparse.ArgumentParser:
     add(commands, "demo", text, "demo", problem)
     emit = add(commands, "emit", "Write the CUDA C++ of a problem's kernel.", "emit", problem)
     emit.add_argument("--output", type=Path, metavar="FILE", help="write the source there instead of to stdout")
-    emit.add_argument(
-        "--project", type=Path, metavar="DIR", help="write a stand-alone project, separable_conv2d, with its check.py"
-    )
+    text = "write a stand-alone project, with its check.py; the folder is new or empty, or an earlier project's"
+    emit.add_argument("--project", type=Path, metavar="DIR", help=text)
     compile_ = add(commands, "compile", "Compile a problem's kernel and show what it takes.", "compile", problem)
     compile_.add_argument("--output", type=Path, metavar="FILE", help="write the cubin there")
     text = "Compare a problem's results with float64 on fresh data (needs a GPU)."
@@ -203,6 +202,8 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     text = f"of {', '.join(timings)}; default: events"
     bench.add_argument("--timing", type=_names(*timings), default=timings[:1], metavar="T[,T]", help=text)
     bench.add_argument("--samples", type=_extent, default=40, help="timed samples of each implementation")
+    text = "time limit of a compile-max-autotune peer, which has a process of its own; default: 200"
+    bench.add_argument("--peer-seconds", type=_extent, default=200, metavar="S", help=text)
     bench.add_argument("--batch", type=_extent, metavar="N", help="batch of every layer of the file; default: its own")
     text = "time the schedules with the best estimates, and PyTorch's convolutions, first; calls then take the fastest"
     bench.add_argument("--tune", action="store_true", help=text)

@@ -108,11 +108,6 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
     if args.project is not None:
         _make_folder("--project", args.project)
     data = _about(built) | {"output": None, "project": None}
-    if args.output is not None:
-        _write(args.output, built.source.encode())
-        data["output"] = str(args.output)
-        lines = counted(len(built.source.splitlines()), "line")
-        output.say(f"wrote {args.output}: {lines} of CUDA C++, {_choice(built)} for {built.arch}")
     if args.project is not None:
         from . import emit as emission
 
@@ -122,6 +117,11 @@ def emit(args: argparse.Namespace, output: Output) -> Answer:
             raise UsageError(f"--project: {error}") from error
         data["project"] = str(args.project)
         output.say(f"wrote {args.project}; `python check.py` there builds it and compares it with float64")
+    if args.output is not None:
+        _write(args.output, built.source.encode())
+        data["output"] = str(args.output)
+        lines = counted(len(built.source.splitlines()), "line")
+        output.say(f"wrote {args.output}: {lines} of CUDA C++, {_choice(built)} for {built.arch}")
     if args.output is None and args.project is None:
         if output.as_json:
             data["source"] = built.source
@@ -178,8 +178,8 @@ def bench(args: argparse.Namespace, output: Output) -> Answer:
         cases=cases, peers=args.peers, timings=args.timing, path=args.path,
         forms=(None, *FORMS) if sweep and args.form is None else (args.form,),
         layouts=layouts, compiled_layouts=("channels_last",) if layer_file else LAYOUTS, tune=args.tune,
-        samples=args.samples, startup=args.startup, output=args.output, append=args.append or args.resume,
-        resume=args.resume,
+        samples=args.samples, peer_seconds=args.peer_seconds, startup=args.startup, output=args.output,
+        append=args.append or args.resume, resume=args.resume,
     )  # fmt: skip
     finished = session.run(request, device, output)
     data = finished.to_json() | {"left_out": left_out}

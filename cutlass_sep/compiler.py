@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from . import cache, headers, toolchain
 from .errors import CompileError
 from .log import logger
-from .toolchain import check_arch, include_paths, supported_archs
+from .toolchain import check_arch, check_arch_name, include_paths, supported_archs
 
 if TYPE_CHECKING:
     from cuda.core import ProgramOptions
@@ -88,7 +88,7 @@ def build(source: str, arch: str, *, name: str) -> Cubin:
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,120}", name):
         raise ValueError(f"name must be 1 to 120 ASCII letters, digits, '_', '.' or '-', got {name!r}")
-    check_arch(arch)
+    check_arch_name(arch)
     document = key_document(source, arch)
     key = digest(document)
     while True:
@@ -131,6 +131,9 @@ def _load_or_compile(source: str, arch: str, name: str, key: str, document: dict
     tag = f"{name}-{arch}"
     if (cubin := _load(store, key, tag)) is not None:
         return cubin
+    check_arch(arch)
+    if key_document(source, arch) != document:  # the NVRTC that is loaded now is not the one expected
+        return build(source, arch, name=name)
     with store.lock(key, tag):
         if (cubin := _load(store, key, tag)) is not None:
             return cubin
@@ -271,7 +274,7 @@ def digest(document: dict[str, Any]) -> str:
 def package_version() -> str:
     """This package's version, "" where it is not installed."""
     try:
-        return metadata.version("cutlass_sep")
+        return toolchain.version_of("cutlass_sep")
     except metadata.PackageNotFoundError:  # a checkout that is not installed: its sources are in the key anyway
         return ""
 

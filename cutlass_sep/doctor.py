@@ -46,7 +46,7 @@ def examine() -> list[Check]:
         _tried("templates", lambda: str(source.templates()), "install the wheel again: its templates are missing"),
         _tried("nvidia-cutlass", lambda: metadata.version("nvidia-cutlass"), "pip install nvidia-cutlass==4.2.0.0"),
         _tried("cuda-core", lambda: metadata.version("cuda-core"), "pip install 'cuda-core>=1.0'"),
-        _tried("nvrtc", lambda: str(toolchain.nvrtc()), install),
+        _tried("nvrtc", lambda: str(toolchain.load()), install),
         _tried("headers", lambda: ", ".join(toolchain.include_paths()), install),
         _cache(),
         _tried("compile", _compile, "see the message; the checks above say what is missing"),

@@ -5,6 +5,7 @@ They need PyTorch and a C++ compiler, and neither this package nor a CUDA toolki
 
 from __future__ import annotations
 
+import contextlib
 import keyword
 import os
 from pathlib import Path
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from .op import Operation
     from .problem import SeparableBlock1dProblem, SeparableConv2dProblem
 
-#: File -> its template in templates/standalone/.
+#: The file by whose first line, which names the operator, a folder is known as an earlier emission.
+_CHECK = "check.py"
+#: File -> its template in templates/standalone/, in the order of writing: what is interrupted can be emitted again.
 _FILES = {
+    _CHECK: "check.py.j2",
     "{name}.cu": "kernel.cu.j2",
     "{name}.hpp": "launch.hpp.j2",
     "{name}.cpp": "binding.cpp.j2",
-    "check.py": "check.py.j2",
 }
 #: Precision of the arithmetic -> relative errors of a product on the tensor cores and of rounding y, as in check.py.
 #: ieee: two operands of 22 bits, and the product of their low parts left out. tf32: two rounded operands. 16 bit: one,
@@ -36,23 +39,37 @@ _ERRORS = {
 def pytorch(op: Operation, name: str, directory: str | os.PathLike[str]) -> None:
     """Write `name`.cu, .cubin, .hpp, .cpp and check.py to `directory`; compiles first if need be.
 
-    The directory is made if it is not there; files of these names are overwritten, nothing else is touched. `python
-    check.py` there builds the PyTorch operator torch.ops.`name`.run and compares it with float64. The operator takes x
-    of any N, H, W (N, L); of an aligned op (16 bytes) only maps whose rows are multiples of 16 bytes.
+    The directory is made if it is not there. In one that holds an earlier emission of this name its files are
+    overwritten, and nothing else is touched; any other has to be empty. `python check.py` there builds the PyTorch
+    operator torch.ops.`name`.run and compares it with float64. The operator takes x of any N, H, W (N, L); of an
+    aligned op (16 bytes) only maps whose rows are multiples of 16 bytes.
 
     Raises ValueError unless `name` is a Python identifier of ASCII characters, Unsupported for an op on path "torch",
-    and as `op.compile`.
+    FileExistsError for a directory with other files, all before anything is compiled or written; and as `op.compile`.
     """
     if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
         raise ValueError(f"name={name!r} must be a Python identifier of ASCII characters")
     texts = {file.format(name=name): text for file, text in _render(op, name).items()}
+    folder = Path(directory)
+    _check_folder(folder, name, texts[_CHECK])
     cubin = op.compile().cubin
 
-    folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.cubin").write_bytes(cubin)
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")
+    (folder / f"{name}.cubin").write_bytes(cubin)
+
+
+def _check_folder(folder: Path, name: str, check: str) -> None:
+    """Raise FileExistsError for a folder with files that are not of an earlier emission, whose check began alike."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        if (folder / _CHECK).read_bytes().splitlines()[:1] == check.encode().splitlines()[:1]:
+            return
+    raise FileExistsError(
+        f"{folder} has files that are not an earlier project {name}; give a new or an empty folder, or remove them"
+    )
 
 
 def _render(op: Operation, name: str) -> dict[str, str]:

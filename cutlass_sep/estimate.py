@@ -23,45 +23,34 @@ MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
 #: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads; on path
 #: sm90, where these overlap; and what of it two kernels of one call have in common.
-LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 7.6, 6.8
+LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 6.0, 5.5
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
-_DEVICE_BYTES = 18.1
-_L2_BYTES = 67.0
-#: The same of a work item's first window and weights, for which everything waits.
-_FILL_BYTES = 46.0
-#: Cycles that one warp of a scheduler takes for an instruction while no other warp is there.
-_LONE_WARP = 1.29
-#: Cycles of a step that nothing else of its warpgroup hides: barriers, filling and draining of the MMAs.
-_STEP = 1010.0
-#: Cycles that waiting for one row, or giving it back, takes a warp; and that a TMA copy takes the producer.
-_ROW = 31.0
-_COPY = 166.0
-#: mma_q: cycles of 32 channels of a warpgroup that nothing else of it hides, beside its MMAs; of a pass over channels;
-#: of tensor cores for an mma.sync of each warp; of an item whose warpgroups split the channels, for an output channel.
-_DIAGONAL_STEP, _DIAGONAL_CHUNK, _DIAGONAL_MMA, _SPLIT = 127.0, 275.0, 8.0, 31.0
-#: Cycles of a work item beside its steps; and that a warp waits for a batch of its stores, but the first, to leave the
-#: staging buffers.
-_ITEM = 190.0
-_STAGE = 105.0
-#: Marching: part of the time by which a ring that does not hold the windows of all warpgroups delays them. Otherwise:
-#: part of a pass's loads that waits for the pass before where the ring does not hold two windows.
-_LATE, _BEHIND = 0.6, 0.5
-#: Part of the second longest of several units' times that the longest does not hide.
-_EXPOSED = 0.42
+_DEVICE_BYTES, _L2_BYTES = 18.1, 64.0
+#: sm90: bytes that a run of bytes side by side in device memory (a row of a contiguous item) takes beside its own.
+_RUN = 33.0
+#: sm90, cycles: from the request of a TMA copy to its data, with the barriers on both sides; a copy of the producer;
+#: waiting for one row and giving it back; a work item beside its steps; a batch of a warp's stores, but the first,
+#: until it has left the staging buffers.
+_LATENCY, _COPY, _ROW, _ITEM, _STAGE = 1790.0, 174.0, 60.0, 610.0, 272.0
+#: sm90: part of its instructions that a warp waits beside them; cycles of a step by FMA, and of a marched one by tensor
+#: cores, that nothing else of its warpgroup hides: barriers, filling and draining of the MMAs.
+_WAIT, _STEP, _MARCH = 0.57, 730.0, 1010.0
+#: sm90: cycles of a wavefront of shared memory. Marching: part of a step after which its oldest rows are given back.
+_WAVEFRONT, _HELD = 1.33, 0.5
+#: mma_q, cycles: of a warp for an mma.sync (latency of 33, four sums in turn), of the tensor cores for one; of an item
+#: whose warpgroups split the channels, for an output channel and warpgroup.
+_MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 9.6
 #: Instructions of an activation on one value.
 _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 38}
-#: portable: cycles of an instruction that are counted and of a wavefront of shared memory; instructions that a value
-#: takes to become fp32; bytes of x and of y a cycle, by layout.
-_PORTABLE_ISSUE, _PORTABLE_SHARED, _PORTABLE_UNPACK = 0.85, 1.65, 6.4
-_PORTABLE_LOADS = {"channels_last": 14.0, "contiguous": 8.2}
-_PORTABLE_STORES = {"channels_last": 33.0, "contiguous": 23.0}
-#: portable: a block's time alone over that of its arithmetic and its bytes among others; the part of the shorter of the
-#: two that is not hidden there.
-_PORTABLE_ALONE, _PORTABLE_EXPOSED = 1.74, 0.53
-#: portable: the share of the device's bandwidth that it reaches.
-_PORTABLE_SHARE = 0.5
+#: portable: cycles of an instruction that are counted, of a wavefront of shared memory, of that for a vector of weights
+#: in global memory; bytes of x and of y a cycle, by layout.
+_PORTABLE_ISSUE, _PORTABLE_SHARED, _PORTABLE_GLOBAL = 0.84, 1.4, 2.9
+_PORTABLE_LOADS = {"channels_last": 14.5, "contiguous": 8.0}
+_PORTABLE_STORES = 30.0
+#: portable: a warp's time alone over that among others; cycles of a chunk's barriers and first loads.
+_PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
-_FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1710.0, 1.08, 1120.0
+_FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
 #: PyTorch: microseconds of a launch among others; shares of the device's bandwidth that elementwise passes and
 #: pointwise convolutions reach, and depthwise ones.
 _TORCH_LAUNCH_US = 3.1
@@ -79,10 +68,9 @@ _TILE_START = {"ieee": 10, "tf32": 90}
 _TILE_START_16 = 186
 
 
-def _combine(*times: float) -> float:
-    """What several units take together."""
-    first, second = sorted(times, reverse=True)[:2]
-    return first + _EXPOSED * second
+def _soft_max(*times: float) -> float:
+    """What units take together that work at the same time: the longest time, more if others come close to it."""
+    return sum([time**5 for time in times]) ** 0.2
 
 
 def _depthwise(g: Geometry) -> tuple[float, float]:
@@ -126,103 +114,114 @@ def _epilogue(g: Geometry) -> tuple[float, float]:
     return issue + values * (1.0 if g.channels_last else 1.6), values * (0.75 if g.channels_last else 1.0)
 
 
-def _lines(g: Geometry, channels: float) -> float:
-    """Lines of 128 bytes that `channels` of one row of x under a tile touch; contiguous rows one more on each side."""
+def _row_bytes(g: Geometry, channels: float) -> float:
+    """Bytes of `channels` of one row of x under an item, as L2 brings them: contiguous rows in sectors of 32 bytes, one
+    more on each side.
+    """
     p, size = g.problem, g.problem.element_size
     if g.channels_last:
-        return g.columns * channels * size / 128
+        return g.columns * channels * size
     useful = g.item_q * p.stride[1]
-    return channels * (math.ceil(useful * size / 128) + (2 if p.kernel[1] > 1 else 0))
+    return channels * (math.ceil(useful * size / 32) + (2 if p.kernel[1] > 1 else 0)) * 32
 
 
-def _diagonal_compute(g: Geometry, new_rows: int) -> float:
-    """The same with the depthwise stage on tensor cores, which a warpgroup leaves to the others now and then."""
+def _tile(g: Geometry, chunks: int) -> tuple[float, float, float, float]:
+    """sm90, a warpgroup's tile and one pass over channels: cycles that its warps wait beside their instructions, the
+    instructions of a warp, wavefronts of shared memory, cycles of tensor cores.
+    """
     p, s = g.problem, g.schedule
-    groups = -(-p.c // 32) / g.chunks
-    ends = 1 / g.chunks
-    pairs = -(-p.taps // 2)
-    matrices = g.matrices
-    wgmma, mma = 2 * s.blocks * max(s.tile_oc / 2, 16), 4 * s.blocks * pairs * _DIAGONAL_MMA
-    # Instructions of a warp: an mma.sync takes 6 more that bring its operands together.
-    issue = 4 * s.blocks * pairs * 7 + 2 * matrices + pairs + s.blocks * (16 * _ACTIVATION[p.mid_activation] + 60)
-    shared = 4 * matrices * math.gcd(p.stride[1], 4) + pairs  # of a matrix whose columns lie apart, some share banks
-    end_issue, end_shared = _epilogue(g)
-    waits = _DIAGONAL_CHUNK + (_ROW * (g.window_rows(g.tile_p) + new_rows) if g.march else 0)
-    own = groups * (_DIAGONAL_STEP + wgmma + _LONE_WARP * mma) + waits + ends * end_issue
-    copies = new_rows * (_ROW + _COPY * g.atoms) if g.march else g.atoms * _COPY
-    stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
-    split = ends * s.warpgroups * s.tile_oc * _SPLIT if s.split_channels else 0
-    wgmmas = groups * 2 * s.blocks * s.tile_oc / 4
-    arriving = new_rows * g.slot_bytes / g.slot_rows / 128
-    return stage + split + _combine(
-        own,
-        s.warpgroups * (groups * issue + ends * end_issue),
-        s.warpgroups * (4 * (groups * shared + ends * end_shared) + wgmmas) + arriving,
-        s.warpgroups * groups * (wgmma + mma),
-        copies,
-    )  # fmt: skip
-
-
-def _compute(g: Geometry, new_rows: int) -> float:
-    """sm90: cycles of arithmetic in a round (one step of every warpgroup, over one chunk of channels)."""
-    p, s = g.problem, g.schedule
-    if s.mma_q:
-        return _diagonal_compute(g, new_rows)
-    groups = -(-p.c // 16) / g.chunks  # on average: the last pass may have fewer
-    ends = 1 / g.chunks  # share of an epilogue
+    groups = -(-p.c // 16) / chunks  # on average: the last pass may have fewer
     issue, shared = _depthwise(g)
     end_issue, end_shared = _epilogue(g)
-    promote = s.blocks * s.tile_oc / 2 if g.split and g.chunks > 1 else 0
-    instructions = groups * issue + promote + ends * end_issue
-    waits = _STEP + _ROW * (g.window_rows(g.tile_p) + new_rows)
-    stage = ends * (g.store_groups // s.staging_groups - 1) * _STAGE
-    mmas = s.warpgroups * groups * s.blocks * _products(g)
-    arriving = new_rows * g.slot_bytes / g.slot_rows / 128
-    return stage + _combine(
-        max(s.warpgroups, _LONE_WARP) * instructions + waits,
-        4 * s.warpgroups * (groups * shared + ends * end_shared) + mmas * s.tile_oc / 4 + arriving,
-        mmas * max(s.tile_oc / 2, 16),
-        new_rows * (_ROW + _COPY * (g.atoms if g.channels_last else 1)),
-    )
+    promote = s.blocks * s.tile_oc / 2 if chunks > 1 and g.split else 0
+    instructions = groups * issue + promote + end_issue / chunks
+    mmas = groups * s.blocks * _products(g)
+    shared = 4 * (groups * shared + end_shared / chunks) + mmas * s.tile_oc / 4
+    return _STEP + _WAIT * instructions, instructions, shared, mmas * max(s.tile_oc / 2, 16)
 
 
-def _memory(g: Geometry, new_rows: int, steps: int, active: int) -> float:
-    """sm90: cycles that the bytes of a round take, with `active` multiprocessors at work.
+def _diagonal_tile(g: Geometry, chunks: int) -> tuple[float, float, float, float]:
+    """The same with the depthwise stage on tensor cores, whose latency a warp waits for."""
+    p, s = g.problem, g.schedule
+    groups = -(-p.c // 32) / chunks
+    pairs = -(-p.taps // 2)
+    matrices = g.matrices
+    wgmma, mmas = 2 * s.blocks * max(s.tile_oc / 2, 16), 4 * s.blocks * pairs
+    end_issue, end_shared = _epilogue(g)
+    # Instructions of a warp: an mma.sync takes 4 more that bring its operands together.
+    issue = 5 * mmas + 2 * matrices + pairs + s.blocks * (16 * _ACTIVATION[p.mid_activation] + 40)
+    instructions = groups * issue + end_issue / chunks
+    waits = groups * (wgmma + _MMA_SYNC * mmas) + _WAIT * instructions + (_MARCH if chunks == 1 else 0)
+    shared = 4 * (groups * (4 * matrices + pairs) + end_shared / chunks) + groups * s.blocks * s.tile_oc / 2
+    return waits, instructions, shared, groups * (wgmma + _MMA_TENSOR * mmas)
+
+
+def _memory(g: Geometry, chunks: int, items: int, rows: float, device_bytes: float) -> float:
+    """sm90: cycles that the bytes of an item take, `rows` of x among them.
 
     x comes from device memory once; halos, and x for other tiles of output channels, come through L2, as weights do.
     """
     p, s, size = g.problem, g.schedule, g.problem.element_size
-    channels = p.c / g.chunks
-    rows, columns = min(g.tile_p * g.tiles_down, p.p), min(g.item_q, p.q)
-    own = rows * columns * math.prod(p.stride) * channels * size / g.oc_tiles
-    output = rows * columns * min(s.tile_oc, p.o) * size / g.chunks
-    resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
-    weights = 0 if resident else g.stage_bytes / max(1, steps / g.tiles_down)
-    at_a_time = s.warpgroups if s.split_channels else 1  # chunks
-    again = max(0, new_rows * _lines(g, channels) * 128 - own + weights)
-    device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / active)
-    return at_a_time * ((own + output) / device_bytes + again / _L2_BYTES)
+    x = p.n * min(p.p * p.stride[0], p.h) * min(p.q * p.stride[1], p.w) * p.c * size / items / g.oc_tiles
+    y = p.n * p.p * p.q * p.o * size / items
+    again = max(0, rows * _row_bytes(g, p.c / chunks) - x)
+    if chunks > s.weight_slots or g.oc_tiles > 1:
+        again += chunks * g.stage_bytes
+    runs = 1 if g.channels_last else 1 + _RUN / (g.item_q * size)
+    return (x + y) * runs / device_bytes + again / _L2_BYTES
 
 
 def sm90_us(g: Geometry) -> float:
-    """Microseconds of a call on path sm90."""
-    s = g.schedule
+    """Microseconds of a call on path sm90.
+
+    A round is a step of every warpgroup, or a pass over a chunk of channels; an item is rounds one after the other. A
+    round takes what its units take, or what the rings allow: a slot is empty until its copy has come, and then in use.
+    Beside all that the device's memory has the bytes to move.
+    """
+    p, s, chunks = g.problem, g.schedule, g.chunks
+    march, tile_p, tiles_down = chunks == 1, g.tile_p, g.tiles_down
     steps = g.steps(MULTIPROCESSORS)
     items = g.items(steps)
-    window = g.window_rows(g.tile_p * g.tiles_down)
-    new_rows = g.tile_p * g.tiles_down * g.problem.stride[0] if g.march else window
-    active = max(1, min(items, MULTIPROCESSORS))
-    compute, memory = _compute(g, new_rows), _memory(g, new_rows, steps, active)
-    if g.march:
-        late = 1 + _LATE * max(0.0, 1 - s.row_slots / window)
-        rounds = steps / g.tiles_down * _combine(memory, compute) * late
-        fill = (g.window_rows(g.tile_p) * g.slot_bytes / g.slot_rows + g.stage_bytes) / _FILL_BYTES
+    if items == 0:
+        return OVERLAPPED_US
+    rounds = steps / tiles_down if march else chunks
+    own_window, window = g.window_rows(tile_p), g.window_rows(tile_p * tiles_down)
+    new_rows = tile_p * tiles_down * p.stride[0] if march else window
+    window_copies = bool(s.mma_q) and not march  # all rows at a time
+    row_bytes = g.slot_bytes / g.slot_rows
+
+    waits, instructions, shared, tensor = (_diagonal_tile if s.mma_q else _tile)(g, chunks)
+    waits += 0 if window_copies else _ROW * (own_window + new_rows)
+    end = (g.store_groups // s.staging_groups - 1) * _STAGE
+    if s.split_channels:  # one tile, whose passes the warpgroups take in turn
+        at_work = 1.0
+        waits /= s.warpgroups
+        end += s.warpgroups * s.tile_oc * _SPLIT
+    else:  # warpgroups whose tile is outside the output have nothing to do
+        tiles = p.n * -(-p.p // tile_p) * -(-p.q // g.tile_q) * g.oc_tiles
+        at_work = tiles * chunks / (items * rounds)
+    waits += end / chunks
+    # By FMA the schedulers are what all warps wait for, beside their own waits; mma.sync leaves others the room.
+    busy = (waits, at_work * instructions) if s.mma_q else (waits + at_work * instructions,)
+    compute = math.hypot(*busy, _WAVEFRONT * (at_work * shared + new_rows * row_bytes / 128), at_work * tensor)
+    copies = (1 if window_copies else new_rows) * (_ROW + _COPY * (g.atoms if g.channels_last else 1))
+
+    device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / min(items, MULTIPROCESSORS))
+    memory = _memory(g, chunks, items, rounds * new_rows, device_bytes)
+    # Of the rings: how many steps have their slots at a time, loading or in use, and how long.
+    if march:
+        ahead, held = 1 + (s.row_slots - own_window) * tiles_down / new_rows, _HELD * waits
+        weights_ring = 0.0
     else:
-        # The next chunk loads during this one as far as there are slots for it.
-        behind = _BEHIND * (1 - min(1.0, max(0.0, s.row_slots * g.slot_rows / window - 1)))
-        passes = g.chunks / s.warpgroups if s.split_channels else g.chunks
-        rounds, fill = passes * (_combine(memory, compute) + behind * min(memory, compute)), 0.0
-    return -(-items // MULTIPROCESSORS) * (rounds + fill + _ITEM) / CYCLES_PER_US + OVERLAPPED_US
+        ahead, held = tiles_down * s.row_slots * g.slot_rows / window, waits
+        resident = chunks <= s.weight_slots and g.oc_tiles == 1
+        weights_ring = 0.0 if resident else (_LATENCY + g.stage_bytes / _L2_BYTES + waits) / s.weight_slots
+    rows_ring = (tiles_down * (_LATENCY + held) + memory / rounds) / ahead
+
+    item = rounds * _soft_max(compute, copies, rows_ring, weights_ring) + _ITEM
+    first = (own_window if march else window) * row_bytes + g.stage_bytes
+    total = _soft_max(-(-items // MULTIPROCESSORS) * item, max(1, items / MULTIPROCESSORS) * memory)
+    return (total + _LATENCY + first / device_bytes) / CYCLES_PER_US + OVERLAPPED_US
 
 
 def portable_us(g: Geometry, arch: str) -> float:
@@ -232,7 +231,8 @@ def portable_us(g: Geometry, arch: str) -> float:
     tile_p = g.tile_p * s.warpgroups
     tiles_down = -(-p.p // tile_p)
     tiles = p.n * tiles_down * -(-p.q // g.tile_q) * g.oc_tiles
-    groups = -(-p.c // 16) * p.p / (tiles_down * tile_p)  # warps with no row of the map have nothing to do
+    groups = -(-p.c // 16)
+    busy = p.p / (tiles_down * tile_p)  # warps with no row of the map have nothing to do
     # Of one warp and 16 channels: multiply-adds, MMAs with their FADDs, vectors read from shared memory.
     values = 8 * s.blocks
     mmas = s.blocks * s.tile_oc // 8 * (6 if g.split else g.mma_steps)
@@ -240,22 +240,27 @@ def portable_us(g: Geometry, arch: str) -> float:
     vectors = g.mma_steps * rows * min(g.window_cols(2), 2 * p.kernel[1])
     if s.gather:
         vectors = 4 * g.mma_steps * s.blocks * taps * lane_channels
-    unpack = _PORTABLE_UNPACK * lane_channels * vectors if size == 2 else 0
-    weights = g.mma_steps * taps * lane_channels // 4 * s.blocks + g.mma_steps * s.tile_oc // 16 * g.parts
-    instructions = values * (taps + _ACTIVATION[p.mid_activation]) + mmas * g.parts + vectors + unpack + weights
-    work = groups * warps * max(
-        instructions / 4 * _PORTABLE_ISSUE, (vectors + weights) * 2 * _PORTABLE_SHARED, mmas * 2
-    )  # fmt: skip
+    unpack = lane_channels * vectors if size == 2 else 0
+    taps_read = g.mma_steps * taps * lane_channels // 4 * s.blocks
+    weights = g.mma_steps * s.tile_oc // 16 * g.parts
+    instructions = (
+        values * (taps + _ACTIVATION[p.mid_activation]) + mmas * g.parts + vectors + unpack + taps_read + weights
+    )
+    read = vectors + weights + taps_read * (1 if g.dw_shared else _PORTABLE_GLOBAL)
+    work = groups * max(instructions / 4 * _PORTABLE_ISSUE, read * 2 * _PORTABLE_SHARED, mmas * 2)
     window = g.window_rows(tile_p) * g.window_cols(g.tile_q) * p.c * size
     output = min(tile_p * g.tile_q, p.p * p.q) * min(s.tile_oc, p.o) * size
-    move = window / _PORTABLE_LOADS[p.layout] + g.chunks * g.stage_bytes / 32 + output / _PORTABLE_STORES[p.layout]
-    # Blocks on one multiprocessor hide each other's loads and latencies; the last ones may be fewer.
+    move = window / _PORTABLE_LOADS[p.layout] + g.chunks * g.stage_bytes / 32 + output / _PORTABLE_STORES
+    # Blocks by themselves, with one warp a scheduler at a time, as many as a multiprocessor has room for; what all of
+    # them take of its units, and of the device's memory.
     resident = max(1, min(archs.SHARED_BYTES[arch] // (g.shared_bytes + 1024), g.resident_blocks))
-    among = tiles / MULTIPROCESSORS * (max(work, move) + _PORTABLE_EXPOSED * min(work, move))
     rounds = -(-tiles // MULTIPROCESSORS) / resident
-    alone = max(rounds, math.ceil(rounds) if rounds <= 4 else 0) * _PORTABLE_ALONE * (work + move)
-    memory = p.bytes / (_DEVICE_BYTES * MULTIPROCESSORS) / _PORTABLE_SHARE
-    return max(among, alone, memory) / CYCLES_PER_US + LAUNCH_US
+    alone = max(rounds, math.ceil(rounds) if rounds <= 4 else 0) * (
+        4 * work * _PORTABLE_ALONE + move + g.chunks * _PORTABLE_CHUNK
+    )
+    among = tiles / MULTIPROCESSORS * max(warps * busy * work, move)
+    memory = p.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
+    return math.hypot(alone, among, memory) / CYCLES_PER_US + LAUNCH_US
 
 
 def fused_us(g: FusedGeometry) -> float:

@@ -120,7 +120,13 @@ class Operation:
         """Legal schedules as CUTLASS describes them, best first; on the path and in the form asked for or planned.
 
         The one that the op was made with leads, tuned or given ones too. Of schedules that differ only in what CUTLASS
-        does not know, the first one stands for all.
+        does not know, the first one stands for all. `planner.candidates` lists them all; an op made with one as its
+        `schedule` runs it. With the depthwise stage by FMA and not on the tensor cores, for instance:
+
+            legal = cutlass_sep.planner.candidates(op.problem, op.arch, op.path, op.form)
+            schedule = next(schedule for schedule in legal if schedule.mma_q == 0)
+
+        Its JSON may be changed too: Unsupported says what of it cannot run.
         """
         tiles = {}
         for schedule in self._legal():
@@ -153,7 +159,8 @@ class Operation:
         return self.kernel.source
 
     def compile(self, tile_description: TileDescription | None = None) -> Compiled:
-        """Build the cubin, or take it from the cache; with a tile description the op changes to that schedule first.
+        """Build the cubin, or take it from the cache; with a tile description the op changes to that schedule first:
+        of several with this tile to the one that it stands for in `tile_descriptions`.
 
         Raises ValueError for one that is not among `tile_descriptions()`, TypeError for what is none; CompileError,
         EnvironmentProblem.

@@ -104,40 +104,6 @@ def separable_conv_block1d(
     return y.add_(x) if residual else y
 
 
-def oracle(
-    x: Tensor,
-    dw_weight: Tensor,
-    pw_weight: Tensor,
-    dw_bias: Tensor | None,
-    pw_bias: Tensor | None,
-    stride: tuple[int, int],
-    padding: Pads,
-    dilation: tuple[int, int],
-    mid_activation: str | None,
-    activation: str | None,
-) -> Tensor:
-    """The same y computed in float64 and returned so: what tests and `verify` compare with."""
-    tensors = _double(x, dw_weight, pw_weight, dw_bias, pw_bias)
-    return depthwise_separable_conv2d(*tensors, stride, padding, dilation, mid_activation, activation, "ieee")
-
-
-def block_oracle(
-    x: Tensor,
-    expand_weight: Tensor,
-    dw_weight: Tensor,
-    project_weight: Tensor,
-    expand_bias: Tensor | None,
-    dw_bias: Tensor | None,
-    project_bias: Tensor | None,
-    dilation: int,
-    activation: str | None,
-    residual: bool,
-) -> Tensor:
-    """y of the block computed in float64 and returned so."""
-    tensors = _double(x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias)
-    return separable_conv_block1d(*tensors, dilation, activation, residual, "ieee")
-
-
 def depthwise_separable_conv2d_backward(
     grad: Tensor,
     x: Tensor,
@@ -211,10 +177,6 @@ def _block(
         Stage(dw_weight.unsqueeze(2), dw_bias, activation, (1, 1), pads, (1, dilation), dw_weight.shape[0]),
         Stage(project_weight.unsqueeze(2), project_bias),
     )
-
-
-def _double(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.detach().double() for t in tensors]
 
 
 def _run(x: Tensor, stages: tuple[Stage, ...], fp32_precision: str) -> Tensor:

@@ -41,7 +41,7 @@ MOST_DIAGONAL_TAPS = 128
 SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
 #: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
-TYPICAL_SIZES = {"channels_last": ((32, 7), (4, 14), (32, 14), (16, 256)), "contiguous": ((1, 56), (32, 112))}
+TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
 #: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each

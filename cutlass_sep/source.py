@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from . import kept
 from .block_schedule import BlockSchedule, FusedGeometry, FusedTile
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
+from .toolchain import version_of
 
 if TYPE_CHECKING:
     import jinja2
@@ -233,7 +233,7 @@ def render(problem: Problem, schedule: Schedule | BlockSchedule, arch: str) -> s
         "problem": problem.to_json(),
         "schedule": schedule.to_json(),
         "arch": arch,
-        "versions": [metadata.version(name) for name in ("jinja2", "nvidia-cutlass")],
+        "versions": [version_of(name) for name in ("jinja2", "nvidia-cutlass")],
     }
     known = kept.load(".source", problem.op, arguments, kept.PACKAGE, templates())
     if known is not None:

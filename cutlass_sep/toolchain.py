@@ -1,12 +1,17 @@
 """What a compile needs from the machine: the NVRTC library and the header trees of CUTLASS, CUDA and CCCL.
 
 Everything is found beside the installed distributions. CUDA_HOME, CUDA_PATH and nvcc are never consulted.
+
+Loading NVRTC takes longer than all else that a kernel out of the disk cache needs on the host, and such a kernel needs
+of NVRTC only what is part of its key. So `nvrtc` says which one it is without loading it where that can be told.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import os
 import re
 import shutil
 import subprocess
@@ -30,7 +35,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """The loaded NVRTC: version and a build identity that does not depend on where it is installed."""
+    """An NVRTC: version and a build identity that does not depend on where it is installed."""
 
     major: int
     minor: int
@@ -40,6 +45,11 @@ class Nvrtc:
         return f"{self.major}.{self.minor}"
 
 
+#: Wheels of NVRTC; the probe is the library's name. pathfinder looks for them before all else but a loaded library.
+_NVRTC_WHEELS = (
+    Tree("nvidia-cuda-nvrtc", "nvidia/cu13/lib", "libnvrtc.so.13"),
+    Tree("nvidia-cuda-nvrtc-cu12", "nvidia/cuda_nvrtc/lib", "libnvrtc.so.12"),
+)
 _CUTLASS = Tree("nvidia-cutlass", "cutlass_library/source/include", "cutlass/version.h")
 
 # Per CUDA major version: the CUDA headers, then CCCL and the CCCL distribution versions [low, high) that CUTLASS 4.2
@@ -71,9 +81,19 @@ def _bindings() -> Any:
     return nvrtc
 
 
-@functools.cache
 def nvrtc() -> Nvrtc:
-    """The NVRTC that cuda.bindings loads (torch's own copy where torch has loaded one). Raises EnvironmentProblem."""
+    """The NVRTC that compiles here: the one loaded, else the one that `load` is expected to find, and without either
+    what it finds. Raises EnvironmentProblem.
+
+    Whoever compiles calls `load` first and asks again: what was expected may not be what came.
+    """
+    expected = None if load.cache_info().currsize else _expected()
+    return expected or load()
+
+
+@functools.cache
+def load() -> Nvrtc:
+    """Load NVRTC by cuda.bindings (torch's own copy where torch has loaded one). Raises EnvironmentProblem."""
     bindings = _bindings()
     from cuda.pathfinder import load_nvidia_dynamic_lib
 
@@ -89,6 +109,27 @@ def nvrtc() -> Nvrtc:
     return Nvrtc(major, minor, _library_build(path))
 
 
+@functools.cache
+def _expected() -> Nvrtc | None:
+    """The NVRTC of the one wheel that is installed; None where there is none or are two, or a library is loaded."""
+    for wheel in _NVRTC_WHEELS:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(wheel.probe, mode=os.RTLD_NOLOAD)
+            return None
+    found = [(wheel, folder) for wheel in _NVRTC_WHEELS if (folder := _folder(wheel)) is not None]
+    if len(found) != 1:
+        return None
+    wheel, folder = found[0]
+    return Nvrtc(*_major_minor(version_of(wheel.distribution)), _library_build(f"{folder}/{wheel.probe}"))
+
+
+def version_of(distribution: str) -> str:
+    """`metadata.version`, which parses the whole METADATA as an e-mail: a millisecond for each distribution."""
+    text = metadata.distribution(distribution).read_text("METADATA") or ""
+    found = re.search(r"^Version: *(\S+)$", text, re.MULTILINE)
+    return found[1] if found else metadata.version(distribution)
+
+
 def _library_build(path: str | None) -> str:
     """The GNU build id of a shared library, else its size: two builds of one NVRTC version may emit different code."""
     if path is None:
@@ -101,8 +142,8 @@ def _library_build(path: str | None) -> str:
 
 @functools.cache
 def supported_archs() -> tuple[str, ...]:
-    """Architectures the loaded NVRTC compiles for, oldest first, e.g. ("sm_75", ..., "sm_90", "sm_90a", ...)."""
-    version = nvrtc()
+    """Architectures NVRTC, loaded for that, compiles for, oldest first, e.g. ("sm_75", ..., "sm_90", "sm_90a", ...)."""
+    version = load()
     status, numbers = _bindings().nvrtcGetSupportedArchs()
     if status != 0:
         raise EnvironmentProblem(f"NVRTC {version} does not list its architectures: {status!r}")
@@ -110,22 +151,30 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{n}{suffix}" for n in sorted(numbers) for suffix in (("", "a") if n >= 90 else ("",)))
 
 
-def check_arch(arch: str) -> None:
-    """Raise ValueError for a malformed arch, UnsupportedArch for one that this NVRTC does not know."""
+def check_arch_name(arch: str) -> None:
+    """Raise ValueError for a malformed arch."""
     if not isinstance(arch, str) or not re.fullmatch(r"sm_\d{2,3}[a-z]?", arch):
         raise ValueError(f"arch must look like 'sm_80' or 'sm_90a', got {arch!r}")
+
+
+def check_arch(arch: str) -> None:
+    """Raise UnsupportedArch for an arch that NVRTC, which is loaded for that, does not know."""
     known = supported_archs()
     if arch not in known:
         raise UnsupportedArch(
-            f"NVRTC {nvrtc()} cannot compile for {arch}; it knows {', '.join(known)}. "
+            f"NVRTC {load()} cannot compile for {arch}; it knows {', '.join(known)}. "
             "For a newer GPU install a newer nvidia-cuda-nvrtc, for an older one a PyTorch of an older CUDA"
         )
 
 
-@functools.cache
 def include_paths() -> tuple[str, ...]:
     """Include folders in search order: CUTLASS, CUDA, CCCL. Raises EnvironmentProblem for a missing or wrong one."""
-    version = nvrtc()
+    return include_paths_of(nvrtc())
+
+
+@functools.cache
+def include_paths_of(version: Nvrtc) -> tuple[str, ...]:
+    """The same for one NVRTC."""
     if version.major not in _TREES:
         raise EnvironmentProblem(f"NVRTC {version} was found; cutlass_sep knows CUDA {' and '.join(map(str, _TREES))}")
     runtime, cccl, low, high = _TREES[version.major]
@@ -140,7 +189,7 @@ def include_paths() -> tuple[str, ...]:
             f"headers are missing for NVRTC {version}: {', '.join(missing)}; install cutlass_sep[cu{version.major}]. "
             f"Searched: {', '.join(entry for entry in sys.path if entry)}"
         )
-    found = metadata.version(cccl.distribution)
+    found = version_of(cccl.distribution)
     if not low <= _major_minor(found) < high:
         allowed = f"{cccl.distribution}>={low[0]}.{low[1]},<{high[0]}.{high[1]}"
         raise EnvironmentProblem(

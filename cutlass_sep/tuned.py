@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,5 +62,5 @@ def _environment(device: int) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),
         "nvrtc": str(toolchain.nvrtc()),
         "cutlass-sep": compiler.package_version(),
-        "nvidia-cutlass": metadata.version("nvidia-cutlass"),
+        "nvidia-cutlass": toolchain.version_of("nvidia-cutlass"),
     }

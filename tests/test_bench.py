@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cutlass_sep.bench import accuracy, ceilings, inputs, overhead, peers, runner, timing
+from cutlass_sep.bench import accuracy, ceilings, inputs, overhead, peers, results, runner, timing
 from cutlass_sep.bench.peers import Unfair
 from cutlass_sep.problem import Pads
 
@@ -29,6 +29,12 @@ def small_block(dtype="float32", layout="contiguous", **changes):
 def ours(problem):
     options = inputs.options(problem)
     return lambda t: inputs.function(problem)(*t, **options)
+
+
+def check_values(impl, call, problem, tensors):
+    """The errors of one call, as a measurement checks them."""
+    verdict = accuracy.judge_one(problem, tensors, runner._output(call, problem, tensors))
+    return runner._accepted(impl, problem, verdict)
 
 
 # --- inputs
@@ -203,12 +209,12 @@ def test_a_stub_that_returns_at_once_is_refused():
     stale = ours(problem)(inputs.tensors(problem, "cpu"))
     for stub in (lambda t: torch.empty(shape, dtype=torch.float16).fill_(math.nan), lambda t: stale):
         with pytest.raises(runner.WrongValues, match="relative error"):
-            runner.check_values("cutlass_sep", stub, problem, tensors)
+            check_values("cutlass_sep", stub, problem, tensors)
         with pytest.raises(runner.WrongValues, match="relative error"):
-            runner.check_values("eager", stub, problem, tensors)
+            check_values("eager", stub, problem, tensors)
     with pytest.raises(runner.WrongValues, match="returned"):
-        runner.check_values("cutlass_sep", lambda t: t.x[:, :1], problem, tensors)
-    assert runner.check_values("cutlass_sep", ours(problem), problem, tensors).rel < 1e-3
+        check_values("cutlass_sep", lambda t: t.x[:, :1], problem, tensors)
+    assert check_values("cutlass_sep", ours(problem), problem, tensors).rel < 1e-3
 
 
 def test_a_peer_at_a_lower_precision_is_refused():
@@ -220,8 +226,8 @@ def test_a_peer_at_a_lower_precision_is_refused():
         return peers.eager(problem)(*rounded)
 
     with pytest.raises(runner.WrongValues, match="at this precision"):
-        runner.check_values("compile", as_tf32, problem, tensors)
-    runner.check_values("compile", lambda t: peers.eager(problem)(*t), problem, tensors)
+        check_values("compile", as_tf32, problem, tensors)
+    check_values("compile", lambda t: peers.eager(problem)(*t), problem, tensors)
 
 
 def test_bandwidth_above_the_peak_is_refused():
@@ -237,8 +243,8 @@ def test_a_block_without_its_residual_is_refused():
     tensors = inputs.tensors(problem, "cpu")
     peer = peers.eager(replace(problem, residual=False))
     with pytest.raises(runner.WrongValues, match="relative error"):
-        runner.check_values("cutlass_sep", lambda t: peer(*t), problem, tensors)
-    assert runner.check_values("cutlass_sep", ours(problem), problem, tensors).rel < 1e-3
+        check_values("cutlass_sep", lambda t: peer(*t), problem, tensors)
+    assert check_values("cutlass_sep", ours(problem), problem, tensors).rel < 1e-3
 
 
 def test_unequal_precision_is_refused():
@@ -337,6 +343,35 @@ def test_own_rows_are_held_against_the_best_peer():
     (comparison,) = runner.compare([{**own, "path": "torch", "median_ms": 2.05}, slow, fast])
     assert comparison.peer is slow and comparison.ok, "path torch is held against eager"
     assert runner.compare([own]) == []
+
+
+def test_names_of_one_problem_share_compiled_peers():
+    about = {**results.about(small("float16")), "timing": "events"}
+
+    def peer(name, impl, ms, **changes):
+        return {**about, "id": name, "impl": impl, "median_ms": ms, **changes}
+
+    rows = [
+        peer("a", "cutlass_sep", 0.5),
+        peer("a", "eager", 2.0),
+        peer("a", "compile", 1.5),
+        peer("b", "eager", 2.05),
+        peer("b", "compile", 1.4),
+        peer("b", "compile-max-autotune", 1.0),
+    ]
+    found = peers.with_lent(rows)
+    assert found[:-1] == rows, "each keeps its own"
+    assert found[-1] == {**rows[-1], "id": "a", "lent_by": "b"}
+    (comparison,) = runner.compare(row | {"path": "sm90"} for row in found if row["id"] == "a")
+    assert comparison.speedup == 2.0
+    for changes in (
+        {"median_ms": 2.07},  # eager has drifted
+        {"layout": "channels_last"},  # and in this layout it is not known
+        {"timing": "cuda_graph"},
+        {"activation": "relu"},
+        {"shape": about["shape"] | {"N": 1}},
+    ):
+        assert peers.with_lent([*rows[:3], rows[3] | changes, *rows[4:]]) == [*rows[:3], rows[3] | changes, *rows[4:]]
 
 
 def test_peers_by_name():

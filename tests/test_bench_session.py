@@ -291,7 +291,8 @@ def test_resuming_leaves_out_what_the_file_has(ceilings_known, monkeypatch, tmp_
 
 def test_resuming_takes_a_path_or_form_that_was_asked_for_as_another_measurement(ceilings_known, monkeypatch):
     def is_there(rows, **asked):
-        return session._is_there(request(block(), **asked), block(), {"rows": rows}, DEVICE)
+        found = {"rows": rows, "environment": {}}
+        return not session._wanted(request(block(), resume=True, **asked), block(), found, DEVICE)
 
     supported = {"fused"}
     monkeypatch.setattr(runner.block_schedule, "supports", lambda problem, path, arch, form: form in supported)
@@ -378,3 +379,115 @@ def test_compiled_peers_of_an_earlier_run_are_used_again_until_eager_drifts(ceil
     assert again(1.02) == ([], ["compile"])
     sentences, left = again(1.05)
     assert left == [] and len(sentences) == 1 and "eager has drifted" in sentences[0]
+
+
+def test_one_peer_and_eager_in_one_layout_are_measured_alone(ceilings_known, monkeypatch):
+    """What isolated.Worker asks for."""
+    judged, judge = [], runner.accuracy.judge
+    monkeypatch.setattr(runner.accuracy, "judge", lambda *args: judged.append(args[0].layout) or judge(*args))
+    monkeypatch.setattr(runner.peers, "build", lambda impl, problem: runner.peers.eager(problem))
+    layouts = ("channels_last",)
+    plan = runner.Plan(
+        layouts=(), peer_layouts=layouts, compiled_layouts=layouts, peers=("eager", "compile-max-autotune"), samples=3
+    )
+    outcome = runner.measure(case(), plan, LIMITS, {"gpu": "Host"}, DEVICE)
+    assert outcome.problems == [] and judged == ["channels_last"] * 2
+    assert [(row["impl"], row["layout"], row["measured"]) for row in outcome.rows] == [
+        (impl, "channels_last", {"gpu": "Host"}) for impl in plan.peers
+    ]
+
+
+class Apart:
+    """Stands in for isolated.Worker: measures in this process, with eager as the peer, unless the peer `fails`."""
+
+    def __init__(self, monkeypatch, factor=1.0):
+        self.factor, self.fails, self.asked = factor, False, []
+        monkeypatch.setattr(session.isolated, "Worker", lambda seconds: contextlib.nullcontext(self))
+
+    def measure(self, case, impl, plan, limits, where, device):
+        self.asked.append((case.id, impl, *plan.compiled_layouts))
+        if self.fails:
+            return runner.Outcome(problems=[f"{case.id} {impl}: its process was ended by SIGSEGV"])
+        about = {"floor_ms": 0.1, "floor_kind": "bytes", "runs": 3, "rel_error": 0.0, "max_abs_error": 0.0}
+        rows = []
+        for name, ms in (("eager", self.factor), (impl, 0.5)):
+            how = dict.fromkeys(("path", "form", "schedule", "arch")) | {"measured": where} | about
+            times = dict.fromkeys(("p10_ms", "median_ms", "p90_ms"), ms)
+            rows.append(session._about(case, name, *plan.compiled_layouts, "events") | how | times)
+        return runner.Outcome(rows=rows)
+
+
+@pytest.fixture
+def eager_takes_one_ms(monkeypatch):
+    def row(*args):
+        made = real(*args)
+        return made | (dict.fromkeys(("p10_ms", "median_ms", "p90_ms"), 1.0) if made["impl"] == "eager" else {})
+
+    real = runner._row
+    monkeypatch.setattr(runner, "_row", row)
+
+
+AUTOTUNED = {"peers": ("eager", "compile-max-autotune"), "compiled_layouts": ("channels_last",)}
+
+
+def autotuned(path):
+    return [
+        (row["id"], row["median_ms"]) for row in results.load(path)["rows"] if row["impl"] in session.isolated.PEERS
+    ]
+
+
+def test_a_peer_that_crashes_costs_its_row_and_is_noted(
+    ceilings_known, eager_takes_one_ms, monkeypatch, tmp_path, capsys
+):
+    path, apart = tmp_path / "host.json", Apart(monkeypatch)
+    apart.fails = True
+    finished = run(case(), output=path, **AUTOTUNED)
+    assert finished.problems == ["a compile-max-autotune: its process was ended by SIGSEGV"] and not finished.ok
+    assert {(row["impl"], row["layout"]) for row in results.load(path)["rows"]} == {
+        (impl, layout) for impl in ("cutlass_sep", "eager") for layout in ("contiguous", "channels_last")
+    }
+    (failed,) = results.load(path)["failed_peers"]
+    assert (failed["id"], failed["impl"], failed["layout"]) == ("a", "compile-max-autotune", "channels_last")
+    assert failed["reason"] == finished.problems[0] and failed["measured"]["gpu"] == "Host"
+    assert f"{finished.problems[0]} (0 s)" in capsys.readouterr().err, "progress is told"
+
+    apart.fails = False
+    again = run(case(), output=path, append=True, resume=True, **AUTOTUNED)
+    assert again.measured == [] and len(apart.asked) == 1, "what failed is not tried again"
+    monkeypatch.setattr(environment, "driver_version", lambda: "1")
+    run(case(), output=path, append=True, resume=True, **AUTOTUNED)
+    assert len(apart.asked) == 2, "unless a version differs"
+    assert autotuned(path) == [("a", 0.5)] and results.load(path)["failed_peers"] == []
+
+
+def test_peers_apart_are_added_to_what_is_there(ceilings_known, eager_takes_one_ms, monkeypatch, tmp_path, capsys):
+    path, apart = tmp_path / "host.json", Apart(monkeypatch, factor=1.02)
+    run(case(), case("b"), output=path)
+    before = results.load(path)["rows"]
+    asked = {**AUTOTUNED, "peers": ("compile-max-autotune",), "append": True, "resume": True}
+    finished = run(case(), case("b"), output=path, **asked)
+    assert finished.problems == [] and autotuned(path) == [("a", 0.5), ("b", 0.5)]
+    assert [row for row in results.load(path)["rows"] if row["impl"] not in session.isolated.PEERS] == before
+    assert "b compile-max-autotune channels_last float32: 0.5000 ms (0 s)" in capsys.readouterr().err
+    assert [row["impl"] for row in finished.measured] == ["compile-max-autotune"] * 2, "the others were there"
+    run(case(), case("b"), output=path, **asked)
+    assert apart.asked == [(name, "compile-max-autotune", "channels_last") for name in ("a", "b")]
+
+
+def test_a_peer_apart_is_dropped_if_eager_beside_it_took_another_time(
+    ceilings_known, eager_takes_one_ms, monkeypatch, tmp_path
+):
+    path = tmp_path / "host.json"
+    Apart(monkeypatch, factor=1.04)
+    finished = run(case(), output=path, **AUTOTUNED)
+    (sentence,) = finished.problems
+    assert sentence.endswith("dropped, eager beside it took 1.04 ms and not 1 ms")
+    assert autotuned(path) == [] and "failed_peers" not in results.load(path)
+
+
+def test_eager_comes_with_a_peer_apart_where_there_is_none(ceilings_known, monkeypatch, tmp_path):
+    path = tmp_path / "host.json"
+    Apart(monkeypatch, factor=7.0)
+    run(case(), output=path, **AUTOTUNED | {"peers": ("compile-max-autotune",)})
+    rows = [row for row in results.load(path)["rows"] if row["impl"] == "eager"]
+    assert [(row["layout"], row["median_ms"]) for row in rows] == [("channels_last", 7.0)]

@@ -109,6 +109,19 @@ def test_emit_hands_the_op_and_the_folder_to_the_emission(problem, run_json, mon
     assert name == {"dwsep2d": "separable_conv2d", "sepblock1d": "separable_conv_block1d"}[problem]
 
 
+def test_emit_refuses_a_folder_of_other_files(run, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    where = ["--project", str(tmp_path / "there"), "--output", str(tmp_path / "kernel.cu")]
+    status, out, err = run("emit", *SMALL, *where)
+    assert (status, out) == (2, "")
+    assert err == (
+        f"--project: {tmp_path / 'there'} has files that are not an earlier project separable_conv2d; give a new or an "
+        "empty folder, or remove them\n"
+    )
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "notes.txt"]
+
+
 def test_problem_arguments_reach_the_problem(run_json):
     status, data = run_json(
         "emit", "--shape", "2,8,12,16", "--out-channels", "5", "--kernel", "3,5", "--stride", "2,1", "--padding", "1,2",
@@ -476,13 +489,15 @@ def test_bench_of_layers_narrows_what_takes_long(run_json, monkeypatch, tmp_path
     layers = ["bench", "--suite", LAYERS]
     narrowed = ["--dtype", "bfloat16", "--layout", "channels_last", "--batch", "1", "--rows", ":3"]
     output = ["--output", str(tmp_path / "out.json"), "--resume"]
-    assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", *output)[0] == 0
+    assert run_json(*layers, *narrowed, "--tune", "--timing", "cuda_graph", "--peer-seconds", "90", *output)[0] == 0
     (request,) = asked
+    assert request.peer_seconds == 90
     assert {(case.problem.n, case.problem.dtype) for case in request.cases} == {(1, "bfloat16")}
     assert (request.layouts, request.compiled_layouts) == (("channels_last",), ("channels_last",))
     assert (request.tune, request.resume, request.append) == (True, True, True) and len(request.cases) == 3
     assert run_json(*layers)[0] == 0
     assert (asked[-1].layouts, asked[-1].tune, asked[-1].resume) == (("contiguous", "channels_last"), False, False)
+    assert asked[-1].peer_seconds == session.Request(()).peer_seconds
     assert {case.problem.n for case in asked[-1].cases} >= {1, 8, 16, 32}
     for suite in (["--suite", "lead"], SMALL):
         status, data = run_json("bench", *suite, "--batch", "1")
@@ -595,6 +610,7 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         ),
         (["verify", "--seed", "-1"], f"argument --seed: '-1' must be an integer from 0 to {2**63 - 1}"),
         (["bench", "--samples", "0"], "--samples"),
+        (["bench", "--peer-seconds", "0"], "--peer-seconds"),
         (
             ["emit", "--shape", f"1,32,{2**28},{2**28}"],
             f"--shape 1,32,{2**28},{2**28} --out-channels 128 --kernel 3: S",

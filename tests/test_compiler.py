@@ -589,8 +589,8 @@ def paths_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
         place = site(tmp_path / "site", distributions)
         with monkeypatch.context() as patch:
             patch.setattr(sys, "path", [str(place)])
-            patch.setattr(toolchain, "nvrtc", lambda: toolchain.Nvrtc(*version, "build"))
-            return [os.path.relpath(path, place) for path in toolchain.include_paths.__wrapped__()]
+            paths = toolchain.include_paths_of.__wrapped__(toolchain.Nvrtc(*version, "build"))
+            return [os.path.relpath(path, place) for path in paths]
 
     return find
 
@@ -604,8 +604,7 @@ def test_cccl_installed_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     apart = site(tmp_path / "apart", {"nvidia-cuda-cccl": CU13["nvidia-cuda-cccl"]})
     place = site(tmp_path / "site", {name: CU13[name] for name in ("nvidia-cutlass", "nvidia-cuda-runtime")})
     monkeypatch.setattr(sys, "path", [str(place), str(apart)])
-    monkeypatch.setattr(toolchain, "nvrtc", lambda: toolchain.Nvrtc(13, 0, "build"))
-    paths = toolchain.include_paths.__wrapped__()
+    paths = toolchain.include_paths_of.__wrapped__(toolchain.Nvrtc(13, 0, "build"))
     assert paths[2:] == (str(apart / "nvidia/cu13/include/cccl"), str(apart / "nvidia/cu13/include"))
 
 
@@ -647,21 +646,90 @@ def test_no_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", lost)
     with pytest.raises(EnvironmentProblem, match=r"cutlass_sep\[cu13\](.|\n)*searched /here and /there for nvrtc"):
-        toolchain.nvrtc.__wrapped__()
+        toolchain.load.__wrapped__()
 
 
 def test_no_cuda_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(EnvironmentProblem, match=r"cuda-bindings cannot be imported"):
-        toolchain.nvrtc.__wrapped__()
+        toolchain.load.__wrapped__()
 
 
 def test_nvrtc_at_hand() -> None:
-    version = toolchain.nvrtc()
+    version = toolchain.load()
     assert version.major in (12, 13)
     distribution = "nvidia-cuda-nvrtc" + ("-cu12" if version.major == 12 else "")
     assert metadata.version(distribution).startswith(f"{version}.")
     assert version.build != "unknown"
+
+
+def test_versions_are_those_of_the_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {distribution.metadata["Name"] for distribution in metadata.distributions()}:
+        assert toolchain.version_of(name) == metadata.version(name), name
+    egg = tmp_path / "old_one-1.5.egg-info"
+    egg.mkdir()
+    (egg / "PKG-INFO").write_text("Metadata-Version: 1.0\nName: old-one\nVersion: 1.5\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert toolchain.version_of("old-one") == "1.5"
+    with pytest.raises(metadata.PackageNotFoundError):
+        toolchain.version_of("no-such-one")
+
+
+def test_a_kernel_out_of_the_cache_needs_no_nvrtc(folder: Path) -> None:
+    code = f"""
+        import re, sys
+        from cutlass_sep import compiler, toolchain
+        loaded = lambda: re.search(r"libnvrtc[.]so", open("/proc/self/maps").read()) is not None
+        assert not loaded()
+        cubin = compiler.build({SOURCE!r}, {ARCH!r}, name="scale")
+        print(cubin.key, cubin.cache_hit, loaded(), "cuda.bindings.nvrtc" in sys.modules)
+        toolchain.load()
+        print(compiler.digest(compiler.key_document({SOURCE!r}, {ARCH!r})), loaded())
+    """
+    cold, warm = (python(code).split() for _ in range(2))
+    key = cold[0]
+    assert cold == [key, "False", "True", "True", key, "True"]
+    # The NVRTC that was expected and the one loaded then have the same key.
+    assert warm == [key, "True", "False", "False", key, "True"]
+
+
+def test_an_nvrtc_other_than_expected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = compiler.digest(compiler.key_document(SOURCE, ARCH))
+    for known in (toolchain.load, toolchain.supported_archs):  # as in a new process
+        known.cache_clear()
+    monkeypatch.setattr(toolchain, "_expected", lambda: toolchain.Nvrtc(13, 99, "another"))
+    wrong = compiler.digest(compiler.key_document(SOURCE, ARCH))
+    cubin = build()
+    assert cubin.key == right != wrong and not cubin.cache_hit
+    assert [entry.key for entry in cache.store().list_entries()] == [right]
+
+
+@pytest.mark.parametrize(
+    "distributions, expected",
+    [
+        ({}, None),
+        ({"nvidia-cuda-nvrtc": ("13.4.31", ["nvidia/cu13/lib/libnvrtc.so.13"])}, (13, 4)),
+        ({"nvidia-cuda-nvrtc-cu12": ("12.9.86", ["nvidia/cuda_nvrtc/lib/libnvrtc.so.12"])}, (12, 9)),
+        ({"nvidia-cuda-nvrtc": ("13.4.31", [])}, None),
+        (
+            {
+                "nvidia-cuda-nvrtc": ("13.4.31", ["nvidia/cu13/lib/libnvrtc.so.13"]),
+                "nvidia-cuda-nvrtc-cu12": ("12.9.86", ["nvidia/cuda_nvrtc/lib/libnvrtc.so.12"]),
+            },
+            None,
+        ),
+    ],
+)
+def test_what_nvrtc_is_expected(distributions, expected, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_loaded(name: str, mode: int) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", not_loaded)
+    monkeypatch.setattr(sys, "path", [str(site(tmp_path / "site", distributions))])
+    found = toolchain._expected.__wrapped__()
+    assert (found and (found.major, found.minor)) == expected
+    monkeypatch.setattr(toolchain.ctypes, "CDLL", lambda name, mode: None)
+    assert toolchain._expected.__wrapped__() is None, "a loaded library goes first"
 
 
 # --- log -----------------------------------------------------------------------------------------------------------

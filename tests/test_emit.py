@@ -5,6 +5,7 @@ The launches are compared with those of `kernel.py` through a driver that only w
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 import importlib.util
@@ -72,6 +73,35 @@ def test_writes_its_files_and_touches_no_other(op, project):
     assert after.pop("own.txt") == b"mine"
     assert after == before
     (project / "own.txt").unlink()
+
+
+@pytest.mark.parametrize("there", ["README.md", "check.py", "my_conv.cu", "other project", "empty check.py"])
+def test_refuses_a_folder_of_other_files(op, project, there, tmp_path, monkeypatch):
+    if there == "other project":
+        emit.pytorch(uncompiled(copy.copy(op)), "another", tmp_path)
+    else:
+        (tmp_path / there.split()[-1]).write_text("" if "empty" in there else "mine\n")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    built = copy.copy(op)
+    built.compile = lambda: pytest.fail("compiled for nothing")
+    with pytest.raises(FileExistsError, match=r"not an earlier project my_conv; give a new or an empty folder"):
+        emit.pytorch(built, "my_conv", tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_interrupted_emission_is_taken_up_again(op, tmp_path, monkeypatch):
+    def failing(path, *arguments, **options):
+        if path.name != "check.py":
+            raise OSError("no space left")
+        return write(path, *arguments, **options)
+
+    built, write = uncompiled(copy.copy(op)), Path.write_text
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(Path, "write_text", failing)
+        emit.pytorch(built, "my_conv", tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / "check.py"]
+    emit.pytorch(built, "my_conv", tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
 @pytest.mark.parametrize("name", ["", "a-b", "1a", "a b", "../a", "class", "größe", None])

@@ -275,7 +275,7 @@ def test_a_source_is_kept_by_all_that_it_is_made_of(folder: Path, monkeypatch: p
     assert len(set(texts)) == len(entries(folder, ".source")) == len(asked)
     assert [source.render(*arguments) for arguments in asked] == texts
     for version in ("3.0", "3.1"):
-        monkeypatch.setattr(source.metadata, "version", lambda name, version=version: version)
+        monkeypatch.setattr(source, "version_of", lambda name, version=version: version)
         assert source.render(*asked[0]) == texts[0]
     assert len(entries(folder, ".source")) == len(asked) + 2
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ from separable import Case, assert_output_close
 from torch import Tensor
 
 import cutlass_sep
-from cutlass_sep import Unsupported, arch, dispatch, explain, reference
+from cutlass_sep import Unsupported, arch, dispatch, explain, planner, reference
 from cutlass_sep import kernel as kernels
 from cutlass_sep.functional import depthwise_separable_conv2d
 from cutlass_sep.op import DepthwiseSeparableConv2d, _overlap
@@ -135,6 +137,25 @@ def test_the_schedule_an_op_was_made_with_stands_for_its_tile():
     for tile, taken in ((schedules[0], schedules[0]), (own, own)):
         op._take(tile.tile_description(problem))
         assert (op.schedule, op.reason) == (taken, "the tile description was given")
+
+
+def test_what_a_tile_description_does_not_hold_is_chosen_by_the_schedule():
+    make_it = functools.partial(make, dtype=torch.bfloat16, layout="channels_last")
+    op = make_it(path="sm90")
+    legal = planner.candidates(op.problem, op.arch, op.path, op.form)
+    keys = [tile_key(s.tile_description(op.problem)) for s in legal]
+    better, other = next(
+        (a, b) for a, b in itertools.combinations(range(len(legal)), 2)
+        if keys[a] == keys[b] and legal[a].mma_q != legal[b].mma_q
+    )  # fmt: skip
+    op._take(legal[other].tile_description(op.problem))
+    assert op.schedule == legal[better]
+    for schedule in (legal[other], legal[other].to_json()):
+        made = make_it(schedule=schedule)
+        assert made.schedule == legal[other] and tile_key(made.tile_descriptions()[0]) == keys[better]
+        assert made.source != op.source
+    with pytest.raises(Unsupported, match="this schedule cannot run on sm_90a: .* bytes of shared memory"):
+        make_it(schedule=legal[other].to_json() | {"row_slots": 99})
 
 
 def test_another_tile_is_not_tuned(monkeypatch):

@@ -108,6 +108,12 @@ def test_a_forced_row_counts_only_where_nothing_was_picked():
     assert alone.notes == "path or form asked for"
 
 
+def test_a_peer_measured_under_another_name_is_said():
+    lent = row(B, "compile", 3.0)
+    a = layers(own(A, 1.0), row(A, "eager", 6.0), own(B, 2.0), row(B, "eager", 6.1), lent)["a"]
+    assert (a.best["median_ms"], a.speedup, a.notes) == (3.0, 3.0, "compile measured as b")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(None, "–"), (0.0012345, "0.00123"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100"), (1234.4, "1234")],

@@ -252,6 +252,18 @@ def test_the_table_of_the_block_follows():
     ]
 
 
+def test_the_table_takes_a_peer_that_the_sweep_has_of_the_same_block():
+    case = inputs.lead1d("bfloat16")
+    swept = next(c for c in inputs.sweep1d() if inputs.is_lead(c.problem))
+    own, eager, _ = make_block_rows(case, 0.1, 1.0, fused=0.125)
+    tuned = eager | {"id": swept.id, "impl": "compile-max-autotune", "median_ms": 0.5}
+    rows = [own, eager, eager | {"id": swept.id, "median_ms": 1.02}, tuned]
+    data = make_results(make_row(median_ms=1.0), make_peer(median_ms=2.0), *rows)
+    *_, line = table_module().table(data).splitlines()
+    peer = "0.500 (compile-max-autotune, contiguous) | 4.00x"
+    assert line == f"| bfloat16, contiguous, fused | 0.125 | 80 % | {peer} | 2.0e-03 | 2.0e-03 |"
+
+
 @pytest.mark.skipif(not (ROOT / "benchmarks/results/h200.json").exists(), reason="no results of an H200 are committed")
 def test_the_readme_has_the_committed_numbers():
     module = table_module()

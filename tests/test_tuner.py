@@ -109,14 +109,14 @@ def test_a_pick_of_another_form_is_not_taken(problem, damage):
 
 
 def test_a_checkout_that_is_not_installed_has_picks_too(monkeypatch):
-    def version(name):
+    def distribution(name):
         if name.replace("_", "-") == "cutlass-sep":
             raise metadata.PackageNotFoundError(name)
         return found(name)
 
-    found = metadata.version
+    found = metadata.distribution
     compiler.package_version.cache_clear()
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "distribution", distribution)
     problem = PROBLEMS["2-D"]
     tuned.keep(problem, DEVICE, Plan("torch", None, "timed", tuned=True))
     assert tuned.pick(problem, DEVICE).reason == "timed"

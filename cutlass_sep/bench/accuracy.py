@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import reference
+from .. import operators
 from ..problem import Problem
 from .inputs import AnyTensors, is_lead
 from .peers import eager, flags
@@ -95,11 +95,11 @@ def _elements_per_image(problem: Problem) -> int:
 
 
 def oracle(problem: Problem, tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """y in float64."""
-    p = problem
-    if p.op == "sepblock1d":
-        return reference.block_oracle(*tensors, p.dilation, p.activation, p.residual)
-    return reference.oracle(*tensors, p.stride, p.padding, p.dilation, p.mid_activation, p.activation)
+    """y in float64, by PyTorch's form of the operator."""
+    operator = operators.of(problem)
+    exact = (None if t is None else t.detach().double() for t in tensors)
+    *options, _ = operator.options_of(problem)
+    return operator.forward(*exact, *options, "ieee")
 
 
 @contextlib.contextmanager

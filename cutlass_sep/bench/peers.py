@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,12 +11,15 @@ import torch.nn.functional as F
 
 from ..problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from ..reference import activate
+from . import results
 from .inputs import padding_argument
 
 #: Implementations that can be measured beside cutlass_sep, by the name in a results row.
 PEERS = ("eager", "compile", "compile-max-autotune")
 #: What two results rows must have in common to be compared.
 ALIKE = ("id", "op", "shape", "dtype", "fp32_precision", "timing")
+#: By how much eager may differ between two measurements of a problem of which one takes the other's compiled peers.
+DRIFT_ALLOWED = 0.03
 
 
 class Unfair(RuntimeError):
@@ -46,6 +49,11 @@ def flags(fp32_precision: str | None) -> Iterator[None]:
         cudnn.allow_tf32, matmul.allow_tf32, cudnn.benchmark = before
 
 
+def alike(row: dict[str, Any]) -> str:
+    """Canonical text of what a row has in common with those that it may be compared with."""
+    return results.canonical([row[name] for name in ALIKE])
+
+
 def comparable(row: dict[str, Any], peer: dict[str, Any]) -> None:
     """Raise Unfair unless two results rows are of the same computation at the same precision, timed the same way."""
     for field in ALIKE:
@@ -53,6 +61,36 @@ def comparable(row: dict[str, Any], peer: dict[str, Any]) -> None:
             raise Unfair(
                 f"{row['impl']} and {peer['impl']} cannot be compared: {field} is {row[field]!r} and {peer[field]!r}"
             )
+
+
+def drifted(eager: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether eager was not the same in two measurements of it."""
+    return abs(eager["median_ms"] / other["median_ms"] - 1) > DRIFT_ALLOWED
+
+
+def with_lent(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, and compiled peers that one of two names of a problem has and the other lacks, under that name too.
+
+    A lead shape is also a layer of a network, or part of the sweep. `lent_by` of an added row is the id that it was
+    measured under. Only where eager, measured under both in the peer's layout, has not drifted in between.
+    """
+    rows = list(rows)
+    plain, compiled, ids = {}, {}, {}
+    for row in rows:
+        problem = results.problem_key(row)
+        ids.setdefault(problem, {})[row["id"]] = None
+        if row["impl"] == "eager":
+            plain[problem, row["id"], row["layout"]] = row
+        elif row["impl"] in PEERS:
+            compiled[problem, row["id"], row["layout"], row["impl"]] = row
+    lent = {}
+    for (problem, lender, layout, impl), row in compiled.items():
+        for name in ids[problem]:
+            taken = problem, name, layout, impl
+            own, other = plain.get((problem, name, layout)), plain.get((problem, lender, layout))
+            if taken not in compiled and taken not in lent and own and other and not drifted(own, other):
+                lent[taken] = row | {"id": name, "lent_by": lender}
+    return [*rows, *lent.values()]
 
 
 def eager(problem: Problem) -> Callable[..., torch.Tensor]:

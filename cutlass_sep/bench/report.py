@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import jinja2
 from ..errors import EnvironmentProblem
 from ..problem import Problem
 from . import accuracy, results
-from .peers import ALIKE, PEERS
+from .peers import PEERS, alike, with_lent
 from .runner import SLOWER_ALLOWED
 
 #: Shapes that are no layers of a network and are told apart from those.
@@ -108,6 +107,7 @@ class Layer:
             said.append("path or form asked for")
         if row.get("note"):
             said.append(row["note"])
+        said += (f"{name} measured as {r['lent_by']}" for name, r in self.peers.items() if "lent_by" in r)
         others = (f"{' '.join(filter(None, (r['path'], r['form'])))} {r['median_ms']:.4g} ms" for r in self.forced)
         return "; ".join([*said, *(f"asked for: {other}" for other in others)])
 
@@ -178,12 +178,12 @@ def _mean(layers: Sequence[Layer]) -> float | None:
 def collect(rows: Iterable[dict[str, Any]]) -> tuple[list[Group], int]:
     """(groups in the order of the page, number of problems that only peers have rows of)."""
     problems: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        problems.setdefault(json.dumps([row[name] for name in ALIKE], sort_keys=True), []).append(row)
+    for row in with_lent(rows):
+        problems.setdefault(alike(row), []).append(row)
     grouped: dict[tuple, list[Layer]] = {}
     without = 0
-    for alike in problems.values():
-        layer = Layer.of(alike)
+    for together in problems.values():
+        layer = Layer.of(together)
         if layer is None:
             without += 1
         else:

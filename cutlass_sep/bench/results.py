@@ -159,6 +159,12 @@ def pick_key(row: dict[str, Any]) -> str:
     return canonical({name: row[name] for name in (*_KEY, *_OPTIONS[row["op"]]) if name not in _CHOSEN})
 
 
+def problem_key(row: dict[str, Any]) -> str:
+    """Canonical text of the problem, whatever its id and layout, and of how it was timed."""
+    names = (*_OPTIONS[row["op"]], "op", "shape", "dtype", "fp32_precision", "timing")
+    return canonical({name: row[name] for name in names})
+
+
 def load(path: Path) -> dict[str, Any]:
     """A results file, validated. Raises ValueError naming the file."""
     try:

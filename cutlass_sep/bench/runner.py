@@ -138,7 +138,7 @@ def _ready(
             candidate = attempt(name, make)
             if candidate is not None and not any(candidate.repeats(other) for other in (*ready, *made.values())):
                 made[name] = candidate
-        for tensors in (example, drawn[layout][-1]):
+        for tensors in (example, drawn[layout][-1]) if made else ():
             calls = list(made.items())
             outputs = {name: attempt(name, partial(_output, c.call, problem, tensors)) for name, c in calls}
             verdicts = accuracy.judge(problem, tensors, {name: outputs[name] for name in made})
@@ -186,16 +186,6 @@ def _peer(name: str, impl: str, problem: Problem) -> _Candidate:
     call = peers.build(impl, problem)
     about = {"path": None, "form": None, "schedule": None, "arch": None}
     return _Candidate(name, impl, problem.layout, lambda t: call(*t), about)
-
-
-def check_values(
-    impl: str,
-    call: Callable[[AnyTensors], torch.Tensor],
-    problem: Problem,
-    tensors: AnyTensors,
-) -> accuracy.Errors:
-    """The errors of one call on tensors it has not seen; WrongValues outside the limits."""
-    return _accepted(impl, problem, accuracy.judge_one(problem, tensors, _output(call, problem, tensors)))
 
 
 def _output(call: Callable[[AnyTensors], torch.Tensor], problem: Problem, tensors: AnyTensors) -> torch.Tensor:

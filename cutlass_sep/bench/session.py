@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,16 @@ from .. import arch as archs
 from .. import dispatch, kernel, tuner
 from ..console import Output
 from ..kernel import Kernel
-from ..problem import LAYOUTS
-from . import builds, ceilings, environment, inputs, overhead, peers, results, runner, startup
+from ..problem import LAYOUTS, Problem
+from . import builds, ceilings, environment, inputs, isolated, overhead, peers, results, runner, startup
 from .inputs import Case
 
 #: (dtype, fp32_precision) measured when the arguments name none.
 LEAD_VARIANTS = (("float32", "ieee"), ("bfloat16", None), ("float16", None), ("float32", "tf32"))
 LAYER_VARIANTS = (("float32", "ieee"), ("bfloat16", None))
 SWEEP_VARIANTS = (("bfloat16", None),)
-#: By how much eager may differ from an earlier run whose compiled peers are used again.
-DRIFT_ALLOWED = 0.03
+#: What of the environment decides whether a peer that failed would fail again.
+_OF_PEERS = ("gpu", "driver", "torch", "cudnn")
 #: As many kernels are compiled where they are needed; a pool of processes takes longer to start.
 _FEW_KERNELS = 4
 
@@ -31,8 +32,8 @@ _FEW_KERNELS = 4
 @dataclass(frozen=True)
 class Request:
     """What to measure. `peers` None: eager, on the lead shapes all. `path`, `forms`, `layouts`, `compiled_layouts`,
-    `tune`: as in runner.Plan. `append`: keep the other rows of the output file. `resume`: leave out the cases whose
-    rows it has.
+    `tune`: as in runner.Plan. `peer_seconds`: time limit of each of isolated.PEERS. `append`: keep the other rows of
+    the output file. `resume`: leave out the rows that it has, and the peers that failed.
     """
 
     cases: Sequence[Case]
@@ -44,6 +45,7 @@ class Request:
     compiled_layouts: Sequence[str] = LAYOUTS
     tune: bool = False
     samples: int = 40
+    peer_seconds: float = 200
     startup: bool = False
     output: Path | None = None
     append: bool = False
@@ -83,26 +85,33 @@ def run(request: Request, device: torch.device, output: Output) -> Finished:
     with output.working("measuring the ceilings of this device"):
         limits = ceilings.measure(device)
     finished = Finished(_start(request, where, limits))
-    cases = [
-        case for case in request.cases if not (request.resume and _is_there(request, case, finished.results, device))
-    ]
-    kernels = [kernel for case in cases for kernel in _kernels(request, case, device)]
+    wanted = {case: _wanted(request, case, finished.results, device) for case in request.cases}
+    cases = [case for case, rows in wanted.items() if rows]
+    here = {case for case in cases if any(impl not in isolated.PEERS for impl, _, _ in wanted[case])}
+    kernels = [kernel for case in cases if case in here for kernel in _kernels(request, case, device)]
     if len(kernels) > _FEW_KERNELS:
         with output.working("compiling", total=len({kernel.source for kernel in kernels})) as advance:
             builds.compile_all(kernels, advance)
-    with output.working("measuring", total=len(cases)) as advance:
+    apart, progress = isolated.Worker(request.peer_seconds), output.working("measuring", total=len(cases))
+    with apart as worker, progress as advance:
         for case in cases:
             plan = runner.Plan(
-                peers=_peers(request, case), timings=request.timings, path=request.path, forms=request.forms,
-                layouts=request.layouts, compiled_layouts=request.compiled_layouts, tune=request.tune,
-                samples=request.samples,
+                peers=[impl for impl in _peers(request, case) if impl not in isolated.PEERS],
+                timings=request.timings, path=request.path, forms=request.forms, layouts=request.layouts,
+                compiled_layouts=request.compiled_layouts, tune=request.tune, samples=request.samples,
             )  # fmt: skip
-            measured = runner.measure(case, plan, limits, where, device)
-            finished.measured += measured.rows
-            finished.problems += measured.problems
-            finished.problems += _drop_drifted(finished.results, measured.rows)
-            results.merge(finished.results, measured.rows)
-            _keep(request, finished)
+            if case in here:
+                measured = runner.measure(case, plan, limits, where, device)
+                finished.problems += measured.problems
+                finished.problems += _drop_drifted(finished.results, measured.rows)
+                _add(request, finished, measured.rows)
+            for impl, layout, _ in wanted[case]:
+                if impl in isolated.PEERS:
+                    begin = time.monotonic()
+                    alone = replace(plan, compiled_layouts=(layout,))
+                    measured = worker.measure(case, impl, alone, limits, where, device)
+                    told = _take(request, finished, case, impl, layout, measured, where)
+                    output.say(f"{told} ({time.monotonic() - begin:.0f} s)")
             advance(f"{case.id} {case.problem.dtype}")
     if request.startup:
         with output.working("timing starts and calls", total=2) as advance:
@@ -126,7 +135,8 @@ def _start(request: Request, where: dict[str, Any], limits: dict[str, float]) ->
         return fresh
     old = results.load(request.output)
     rows = [row for row in old["rows"] if results.is_current(row)]
-    return fresh | {name: old[name] for name in ("startup", "overhead_us") if name in old} | {"rows": rows}
+    kept = {name: old[name] for name in ("startup", "overhead_us", "failed_peers") if name in old}
+    return fresh | kept | {"rows": rows}
 
 
 def _kernels(request: Request, case: Case, device: torch.device) -> list[Kernel]:
@@ -135,7 +145,7 @@ def _kernels(request: Request, case: Case, device: torch.device) -> list[Kernel]
         return []
     found = []
     for layout in request.layouts:
-        problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+        problem = _problem(case, layout)
         try:
             picked = tuner.contenders(problem, device) if request.tune else [dispatch.choose(problem, device).schedule]
         except dispatch.UNAVAILABLE:  # the measurement runs path "torch", as a call does
@@ -144,24 +154,49 @@ def _kernels(request: Request, case: Case, device: torch.device) -> list[Kernel]
     return found
 
 
-def _is_there(request: Request, case: Case, found: dict[str, Any], device: torch.device) -> bool:
-    """Whether the results have every row that a case would add."""
-    rows: dict[str, list[dict[str, Any]]] = {}
+def _wanted(
+    request: Request, case: Case, found: dict[str, Any], device: torch.device
+) -> list[tuple[str, str, str | None]]:
+    """(implementation, layout, form) of the rows to measure of a case. With `resume` those that the results lack, but
+    for peers that they say failed with the same versions.
+    """
+    asked = list(_asked(request, case, device))
+    if not request.resume:
+        return asked
+    there: dict[str, list[dict[str, Any]]] = {}
     for row in found["rows"]:
-        rows.setdefault(results.pick_key(row), []).append(row)
+        there.setdefault(results.pick_key(row), []).append(row)
+    here = found["environment"]
+    failed = {
+        results.pick_key(entry)
+        for entry in found.get("failed_peers", ())
+        if all(entry["measured"][name] == here[name] for name in _OF_PEERS)
+    }
+
+    def is_there(impl: str, layout: str, form: str | None) -> bool:
+        keys = [results.pick_key(_about(case, impl, layout, timing)) for timing in request.timings]
+        return all(key in failed or any(_is_wanted(request, form, row) for row in there.get(key, ())) for key in keys)
+
+    return [row for row in asked if not is_there(*row)]
+
+
+def _asked(request: Request, case: Case, device: torch.device) -> Iterator[tuple[str, str, str | None]]:
+    """(implementation, layout, form) of the rows that a case would add."""
     layouts = {"eager": LAYOUTS, results.OWN: request.layouts}
     for impl in (results.OWN, *_peers(request, case)):
         forms = request.forms if impl == results.OWN else (None,)
         for layout, form in product(layouts.get(impl, request.compiled_layouts), forms):
-            problem = inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
-            if form is not None and not runner.supported(problem, request.path, form, device):
-                continue
-            row = {"id": case.id, **results.about(problem), "impl": impl}
-            for timing in request.timings:
-                there = rows.get(results.pick_key(row | {"timing": timing}), ())
-                if not any(_is_wanted(request, form, other) for other in there):
-                    return False
-    return True
+            if form is None or runner.supported(_problem(case, layout), request.path, form, device):
+                yield impl, layout, form
+
+
+def _problem(case: Case, layout: str) -> Problem:
+    return inputs.variant(case, case.problem.dtype, layout, case.problem.fp32_precision).problem
+
+
+def _about(case: Case, impl: str, layout: str, timing: str) -> dict[str, Any]:
+    """What a row says that it measures."""
+    return {"id": case.id, **results.about(_problem(case, layout)), "impl": impl, "timing": timing}
 
 
 def _is_wanted(request: Request, form: str | None, row: dict[str, Any]) -> bool:
@@ -173,32 +208,70 @@ def _is_wanted(request: Request, form: str | None, row: dict[str, Any]) -> bool:
     return request.path in (None, row["path"]) and form in (None, row["form"])
 
 
+def _take(
+    request: Request,
+    finished: Finished,
+    case: Case,
+    impl: str,
+    layout: str,
+    measured: runner.Outcome,
+    where: dict[str, Any],
+) -> str:
+    """Take the rows of a peer that was measured apart, or note in the results that it failed; a sentence for a reader.
+
+    Eager, which was measured beside it, must not have drifted from eager in the results; what has none there gets it.
+    """
+    found, name = finished.results, f"{case.id} {impl} {layout} {case.problem.dtype}"
+    known = {results.pick_key(row): row for row in found["rows"] if row["impl"] == "eager"}
+    new = {results.pick_key(row): row for row in measured.rows}
+    failed = {results.pick_key(entry): entry for entry in found.get("failed_peers", ())}
+    rows, told = [], list(measured.problems)
+    for timing in request.timings:
+        about = _about(case, impl, layout, timing)
+        key, eager_key = results.pick_key(about), results.pick_key(about | {"impl": "eager"})
+        row, eager = new.get(key), new.get(eager_key)
+        if row is None or eager is None:
+            failed[key] = about | {"reason": "; ".join(measured.problems), "measured": where}
+        elif eager_key in known and peers.drifted(eager, known[eager_key]):
+            told.append(
+                f"{name}: dropped, eager beside it took {eager['median_ms']:.4g} ms and not "
+                f"{known[eager_key]['median_ms']:.4g} ms"
+            )
+        else:
+            failed.pop(key, None)
+            rows += [row] if eager_key in known else [row, eager]
+    if failed or "failed_peers" in found:
+        found["failed_peers"] = list(failed.values())
+    finished.problems += told
+    _add(request, finished, rows)
+    times = (f"{row['median_ms']:.4f} ms" for row in rows if row["impl"] == impl)
+    return "; ".join(told) or f"{name}: {', '.join(times)}"
+
+
+def _add(request: Request, finished: Finished, rows: Sequence[dict[str, Any]]) -> None:
+    finished.measured += rows
+    results.merge(finished.results, rows)
+    _keep(request, finished)
+
+
 def _drop_drifted(found: dict[str, Any], measured: Sequence[dict[str, Any]]) -> list[str]:
     """Drop compiled peers of an earlier run whose eager row is no longer what it was then; a sentence for each case.
 
     Their times are used again only as long as eager, measured anew, shows that the machine is the same.
     """
-    eager = {results.pick_key(row): row["median_ms"] for row in measured if row["impl"] == "eager"}
+    eager = {results.pick_key(row): row for row in measured if row["impl"] == "eager"}
     drifted = {
-        _alike(row)
+        peers.alike(row)
         for row in found["rows"]
-        if (now := eager.get(results.pick_key(row))) is not None and abs(now / row["median_ms"] - 1) > DRIFT_ALLOWED
+        if (now := eager.get(results.pick_key(row))) is not None and peers.drifted(now, row)
     }
     new = {results.pick_key(row) for row in measured}
-    stale = [
-        row
-        for row in found["rows"]
-        if _alike(row) in drifted and row["impl"] not in ("eager", results.OWN) and results.pick_key(row) not in new
-    ]
+    compiled = [row for row in found["rows"] if row["impl"] not in ("eager", results.OWN)]
+    stale = [row for row in compiled if peers.alike(row) in drifted and results.pick_key(row) not in new]
     found["rows"] = [row for row in found["rows"] if row not in stale]
     return [
         f"{row['id']} {row['impl']} {row['layout']} {row['dtype']}: dropped, eager has drifted since" for row in stale
     ]
-
-
-def _alike(row: dict[str, Any]) -> str:
-    """What a row has in common with those that it may be compared with."""
-    return results.canonical([row[name] for name in peers.ALIKE])
 
 
 def _peers(request: Request, case: Case) -> Sequence[str]:
