@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 FORMS = ("fused", "two_kernel")
 #: fused: hidden channels of a chunk, and tiles of output channels.
 FUSED_CHUNK = 64
+#: fused: positions of x that a block of the launch before turns to fp16 (templates/half_operands.cuh).
+PACK_POSITIONS = 64
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup, by parts of an operand.
 MOST_POSITIONS = {1: 176, 2: 80}
@@ -233,11 +235,15 @@ class FusedGeometry:
         return round_up(self.parts * p.n * p.c * p.l * 2, 256) + round_up(p.n * -(-p.l // 8) * 4, 256)
 
     @property
+    def weight_blocks(self) -> int:
+        """Blocks of pack_weights that pack weights."""
+        return -(-self.problem.e // 16) + -(-self.problem.o // 16) if self.scaled else self.chunks
+
+    @property
     def pack_blocks(self) -> int:
         """Blocks of pack_weights."""
-        if not self.scaled:
-            return self.chunks
-        return -(-self.problem.e // 16) + -(-self.problem.o // 16) + self.problem.n * -(-self.problem.l // 64)
+        x_blocks = self.problem.n * -(-self.problem.l // PACK_POSITIONS) if self.scaled else 0
+        return self.weight_blocks + x_blocks
 
     @property
     def shared_bytes(self) -> int:

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .problem import DTYPES
+
 if TYPE_CHECKING:
     from .kernel import Stage, TensorMap
     from .op import Operation
@@ -25,6 +27,8 @@ _FILES = {
     "{name}.hpp": "launch.hpp.j2",
     "{name}.cpp": "binding.cpp.j2",
 }
+#: CUtensorMapDataType.
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 #: Precision of the arithmetic -> relative errors of a product on the tensor cores and of rounding y, as in check.py.
 #: ieee: two operands of 22 bits, and the product of their low parts left out. tf32: two rounded operands. 16 bit: one,
 #: the depthwise output.
@@ -85,12 +89,15 @@ def _render(op: Operation, name: str) -> dict[str, str]:
     vectors = path == "sm90" or problem.alignment == MAX_ALIGNMENT
     product_error, output_error = _ERRORS[problem.fp32_precision or problem.dtype]
     alignment = MAX_ALIGNMENT if vectors else problem.element_size
+    # Rows of positions are vectors of fp16 as well.
+    scaled = op.form == "fused" and stages[0]["scaled"]
+    row_alignment = 2 * alignment if scaled else alignment
     tensors = operators.of(problem).tensors
     channels_last = problem.layout == "channels_last"
     if problem.spatial == 2:
         axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h + 1, problem.w)
     else:
-        step = 1 if channels_last else alignment // problem.element_size
+        step = 1 if channels_last else row_alignment // problem.element_size
         axes, extents, other_extents = "L", (problem.l,), (problem.l + step,)
     templates = source.templates() / "standalone"
     environment = jinja2.Environment(
@@ -117,14 +124,16 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "biases": [name for name in tensors if "bias" in name],
         "parameters": dict(zip(tensors[1:], _shapes(problem), strict=True)),
         "stages": stages,
-        "hidden": problem.e if op.form == "two_kernel" else 0,
+        "unpacked": _unpacked(op),
         "tma": path == "sm90",
         "alignment": alignment,
+        "row_alignment": row_alignment,
         "pack_threads": kernel.PACK_THREADS,
         "product_error": product_error,
         "output_error": output_error,
         "products": 3 if problem.fp32_precision == "ieee" else 1,
         "tap_errors": _tap_errors(op),
+        "operand_error": "2.0**-11" if scaled and problem.fp32_precision == "tf32" else None,
     }
     return {file: environment.get_template(template).render(values) for file, template in _FILES.items()}
 
@@ -150,22 +159,27 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
     of_block = ["tensors.x", "tensors.expand_weight", "tensors.expand_bias"]
     if op.form == "fused":
-        pointers = ["tensors.x", *weights, "tensors.y", "packed", *of_block]
-        return [_fused_stage(stages[0], pointers)]
+        x = "unpacked" if stages[0].geometry.scaled else "tensors.x"
+        return [_fused_stage(stages[0], [x, *weights, "tensors.y", "packed", *of_block])]
     expand, project = stages
     expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
     packed = f"packed + {expand.geometry.workspace_bytes}"
     return [
-        _separable_stage(expand, ["tensors.x", *expand_weights, "hidden", "packed", *["nullptr"] * 3]),
-        _separable_stage(project, ["hidden", *weights, "tensors.y", packed, *of_block]),
+        _separable_stage(expand, ["tensors.x", *expand_weights, "unpacked", "packed", *["nullptr"] * 3]),
+        _separable_stage(project, ["unpacked", *weights, "tensors.y", packed, *of_block]),
     ]
 
 
 def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
-    names = ("threads", "shared_bytes", "workspace_bytes", "pack_blocks")
+    names = ("threads", "shared_bytes", "workspace_bytes")
     maps = [_map(tensor_map, pointers, stage.geometry.problem) for tensor_map in stage.maps]
     own = {name: getattr(stage.geometry, name) for name in names}
-    return {"name": stage.name, "pointers": pointers, "maps": maps} | own
+    return {
+        "name": stage.name,
+        "pointers": pointers,
+        "maps": maps,
+        "pack_blocks": str(stage.geometry.pack_blocks),
+    } | own
 
 
 def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
@@ -178,11 +192,14 @@ def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
 
 
 def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
-    from .block_schedule import FUSED_TILE
+    from .block_schedule import PACK_POSITIONS
 
+    g = stage.geometry
+    x_blocks = f" + n * ceil_div(w, {PACK_POSITIONS})" if g.scaled else ""
     return _stage(stage, pointers) | {
-        "item_q": FUSED_TILE, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1,
-        "pads": (0, stage.geometry.problem.pads[0]),
+        "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1,
+        "kernel_rows": 1, "pads": (0, g.problem.pads[0]), "pack_blocks": f"{g.weight_blocks}{x_blocks}",
+        "scaled": g.scaled,
     }  # fmt: skip
 
 
@@ -193,8 +210,20 @@ def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | S
         return [getattr(problem, f) if f in ("c", "o", "e") else "w" if f == "l" else f for f in factors]
 
     strides = [known(own) for own in of.factors()]
+    dtype = of.dtype or problem.dtype
     own = {"extents": known(of.extents), "strides": strides, "box": of.box, "swizzle": of.swizzle_bytes}
-    return {"address": pointers[of.pointer]} | own
+    address = pointers[of.pointer] + (f" + {of.offset}" if of.offset else "")
+    return {"address": address, "type": _DATA_TYPES[dtype], "size": DTYPES[dtype]} | own
+
+
+def _unpacked(op: Operation) -> str | None:
+    """Bytes of the workspace before the packed weights, an expression of n, h, w."""
+    p = op.problem
+    if op.form == "two_kernel":  # the hidden channels
+        return f"round_up(size_t(n) * {p.e} * h * w * kElementBytes, 256)"
+    if op.form == "fused" and (g := op.kernel.stages[0].geometry).scaled:  # x in fp16; a scale of each 8 positions
+        return f"round_up(size_t(n) * {g.parts * p.c} * w * 2, 256) + round_up(size_t(n) * ceil_div(w, 8) * 4, 256)"
+    return None
 
 
 def _tap_errors(op: Operation) -> int:
@@ -202,5 +231,7 @@ def _tap_errors(op: Operation) -> int:
     taps = op.problem.taps if op.form is None else op.problem.kernel
     if op.form != "fused":
         return taps + 1
+    if op.kernel.stages[0].geometry.parts == 2:
+        return taps + 2
     # On the tensor cores, which cut off two for each product, and for the sum so far in each instruction.
     return 2 * (taps + op.kernel.stages[0].geometry.depthwise_mmas)

@@ -51,6 +51,9 @@ _PORTABLE_STORES = 30.0
 _PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
 _FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
+#: The same of fp32 tensors, from the lead shape and shapes around it: the depthwise stage by FMA (fixed, a tap); an
+#: output channel of 128 positions as it leaves.
+_FUSED_FMA, _FUSED_TAP, _FUSED_OUTPUT = 890.0, 16.0, 51.0
 #: PyTorch: microseconds of a launch among others; shares of the device's bandwidth that elementwise passes and
 #: pointwise convolutions reach, and depthwise ones.
 _TORCH_LAUNCH_US = 3.1
@@ -265,11 +268,19 @@ def portable_us(g: Geometry, arch: str) -> float:
 
 def fused_us(g: FusedGeometry) -> float:
     """Microseconds of a call of the block's fused form."""
-    tensor = 4 * (g.expand_atoms * g.positions / 2 + g.tile.tile_oc)
-    chunk = _FUSED_CHUNK + _FUSED_TENSOR * tensor + _FUSED_DEPTHWISE * g.depthwise_mmas
+    p = g.problem
+    products = 3 if g.parts == 2 else 1
+    tensor = 4 * products * (g.expand_atoms * g.positions / 2 + g.tile.tile_oc * g.tile_positions / 128)
+    depthwise = _FUSED_FMA + _FUSED_TAP * p.kernel if g.parts == 2 else _FUSED_DEPTHWISE * g.depthwise_mmas
+    tile = g.chunks * (_FUSED_CHUNK + _FUSED_TENSOR * tensor + depthwise)
     rounds = -(-g.tiles // MULTIPROCESSORS)
-    memory = g.problem.bytes / (_DEVICE_BYTES * MULTIPROCESSORS)
-    return max(rounds * g.chunks * chunk, memory) / CYCLES_PER_US + OVERLAPPED_US
+    moved, before = p.bytes, 0.0
+    if g.scaled:
+        tile += _FUSED_OUTPUT * g.tile.tile_oc * g.tile_positions / 128
+        # A pass over x leaves it in fp16.
+        before = p.n * p.l * p.c * (4 + 2 * g.parts)
+    device = _DEVICE_BYTES * MULTIPROCESSORS
+    return (max(rounds * tile, moved / device) + before / device) / CYCLES_PER_US + OVERLAPPED_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:

@@ -155,27 +155,21 @@ struct HalfOperands {
 
   /// 64 positions of x.
   CUTLASS_DEVICE static void pack_x(Arguments const& args, int block) {
+    constexpr int kC = Config::kExpandC, kRows = ceil_div(kC, 16);  // rows of 4 values, of a thread
     int const blocks = ceil_div(args.w, kPositions), n = block / blocks, first = block % blocks * kPositions;
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int64_t const sequence = int64_t(n) * Config::kExpandC * args.w;
-    auto const* x = static_cast<float const*>(args.block_x) + sequence;
-    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + Config::kParts * sequence;
-    float* const scales = group_scales(args, n) + first / kGroup;
-    constexpr int kRows = ceil_div(Config::kExpandC, 16);  // of 4 values, a thread
-    float value[kRows][4] = {};
-    // Where a thread's first row lies, and how far apart its rows do. contiguous: 4 positions of every 16th channel; channels_last: a warp has 8
-    // positions, which lie one behind the other.
+    // A thread's first value: contiguous, of 4 positions of every 16th channel; channels_last, of a warp's 8 positions, which lie one behind the
+    // other.
     int const position = Config::kChannelsLast ? first + kGroup * warp : first + threadIdx.x % 16 * 4;
-    int64_t const start = Config::kChannelsLast ? int64_t(position) * Config::kExpandC + lane * 4
-                                                : int64_t(threadIdx.x / 16) * args.w + position;
-    int64_t const step = Config::kChannelsLast ? 128 : 16 * int64_t(args.w);
-    int64_t const end = Config::kChannelsLast ? int64_t(min(position + kGroup, args.w)) * Config::kExpandC
-                        : position < args.w   ? int64_t(Config::kExpandC) * args.w
-                                              : 0;
-    float largest = 0.f;
+    int const channel = Config::kChannelsLast ? lane * 4 : threadIdx.x / 16;
+    int64_t const channel_step = Config::kChannelsLast ? 1 : args.w, step = (Config::kChannelsLast ? 128 : 16) * channel_step;
+    int64_t const sequence = int64_t(n) * kC * args.w, start = Config::kChannelsLast ? int64_t(position) * kC : position;
+    auto const* x = static_cast<float const*>(args.block_x) + sequence + start + channel * channel_step;
+    int const rows = position < args.w ? Config::kChannelsLast ? min(kGroup, args.w - position) * kC : kC : 0;  // ends at this `channel`
+    float value[kRows][4] = {}, largest = 0.f;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i)
-      if (start + i * step < end) load_vector<float>(value[i], x + start + i * step);
+      if (channel + i * (Config::kChannelsLast ? 128 : 16) < rows) load_vector<float>(value[i], x + i * step);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i)
       CUTLASS_PRAGMA_UNROLL
@@ -193,19 +187,19 @@ struct HalfOperands {
       for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, of_warp[i][group]);
     }
     float const scale = half_scale(largest);
-    int const group = (position - first) / kGroup;
     bool const writes = Config::kChannelsLast ? lane == 0 : threadIdx.x < 16 && threadIdx.x % 2 == 0;
-    if (writes && position < args.w) scales[group] = inverse_power(scale);
+    if (writes && position < args.w) group_scales(args, n)[position / kGroup] = inverse_power(scale);
+    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + Config::kParts * (sequence + (Config::kChannelsLast ? start : 0)) +
+                       (Config::kChannelsLast ? 0 : start);
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kRows; ++i) {
+      int const c = channel + i * (Config::kChannelsLast ? 128 : 16);
+      if (c >= rows) continue;
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < 4; ++k) value[i][k] *= scale;
-      int64_t const at = start + i * step;
-      if (at >= end) continue;
-      // channels_last, each position before it has a low part.
-      int const before = position + (lane * 4 + 128 * i) / Config::kExpandC;
-      if constexpr (Config::kChannelsLast) store(half + at + (Config::kParts - 1) * int64_t(before) * Config::kExpandC, Config::kExpandC, value[i]);
-      else store(half + at, int64_t(Config::kExpandC) * args.w, value[i]);
+      // channels_last, c goes through all positions, each of which has its low part behind it.
+      if constexpr (Config::kChannelsLast) store(half + c + (Config::kParts - 1) * (c / kC * kC), kC, value[i]);
+      else store(half + c * channel_step, kC * channel_step, value[i]);
     }
   }
 };

@@ -26,6 +26,9 @@ class Shape:
     expand_slots: int = 3
     project_slots: int = 4
     hidden_slots: int = 3
+    #: Of an operand. With two, each project warpgroup has half of the output channels and a slot for either part.
+    parts: int = 1
+    scaled: bool = False  # what is known of hidden channels comes with their taps
 
 
 class Machine(protocol.Machine):
@@ -42,7 +45,7 @@ class Machine(protocol.Machine):
 
         self.x_full, self.x_empty = ring(s.atoms, 1), ring(s.atoms, 4 + 8 * s.residual)
         self.expand_full, self.expand_empty = ring(s.expand_slots, 1), ring(s.expand_slots, 4)
-        self.project_full, self.project_empty = ring(s.project_slots, 1), ring(s.project_slots, 8)
+        self.project_full, self.project_empty = ring(s.project_slots, 1), ring(s.project_slots, 8 // s.parts)
         self.taps_full, self.taps_empty = ring(s.hidden_slots, 1), ring(s.hidden_slots, 4)
         self.hidden_full, self.operand_full = ring(s.hidden_slots, 4), ring(s.hidden_slots, 4)
         self.operand_empty = ring(s.hidden_slots, 8)
@@ -111,6 +114,9 @@ class Machine(protocol.Machine):
             yield group.wait(0)
             yield from done(chunk, s.atoms - 1)
             yield self.operand_empty[hidden].wait(chunk // s.hidden_slots + 1)
+            if s.scaled:
+                yield self.taps_full[hidden].wait(chunk // s.hidden_slots)
+                self.taps[hidden].read(("taps", chunk))
             self.rows[hidden][warp].write("incoming")
             yield None
             self.rows[hidden][warp].write(("hidden", chunk))
@@ -123,7 +129,7 @@ class Machine(protocol.Machine):
                 yield from self.load_taps(chunk)
         for chunk in range(self.chunks):
             slot, turn = chunk % s.hidden_slots, chunk // s.hidden_slots
-            if warp == 0:
+            if warp == 0 and s.parts == 1:
                 for half in range(s.halves):
                     yield from self.load_project(chunk * s.halves + half)
             yield self.taps_full[slot].wait(turn)
@@ -137,7 +143,43 @@ class Machine(protocol.Machine):
             if warp == 0:
                 yield from self.load_taps(chunk + s.hidden_slots)
 
+    def project_parts(self, warp: int) -> Warp:
+        """A warp of a project warpgroup that has half of the output channels: slot 2 * warpgroup + part is its own."""
+        s, warpgroup = self.shape, warp // 4
+        group = self.warpgroups[1 + warpgroup]
+
+        def load(chunk: int, slot: int) -> None:
+            self.copy(self.project_weights[slot], self.project_full[slot], ("project", chunk, slot))
+
+        def give_back(chunk: int, slot: int) -> Warp:
+            self.project_empty[slot].arrive()
+            if warp % 4 == 0 and chunk + 1 < self.chunks:
+                yield self.project_empty[slot].wait(chunk)
+                load(chunk + 1, slot)
+
+        high, low = 2 * warpgroup, 2 * warpgroup + 1
+        if warp % 4 == 0:
+            load(0, high)
+            load(0, low)
+        for chunk in range(self.chunks):
+            hidden = chunk % s.hidden_slots
+            yield self.operand_full[hidden].wait(chunk // s.hidden_slots)
+            operands = [(rows, ("operand", chunk)) for rows in self.rows[hidden]]
+            for slot in (high, low):
+                yield self.project_full[slot].wait(chunk)
+                yield from group.issue(warp % 4, [*operands, (self.project_weights[slot], ("project", chunk, slot))])
+            yield group.wait(1)
+            yield from give_back(chunk, high)
+            yield group.wait(0)
+            yield from give_back(chunk, low)
+            self.operand_empty[hidden].arrive()
+            if chunk % s.chunks == s.chunks - 1:
+                self.done.append((chunk // s.chunks, warp))
+
     def project(self, warp: int) -> Warp:
+        if self.shape.parts == 2:
+            yield from self.project_parts(warp)
+            return
         s, group = self.shape, self.warpgroups[1 + warp // 4]
         i = 0
         for tile in range(s.tiles):
@@ -178,16 +220,30 @@ def run(shape: Shape, seed: int) -> None:
 
 def any_shape(seed: int) -> Shape:
     random_ = random.Random(seed)
+    parts = random_.choice((1, 1, 2))
+    if parts == 2:
+        return Shape(
+            tiles=random_.choice((1, 2, 4)),
+            chunks=random_.choice((1, 2, 3, 5)),
+            atoms=random_.randint(1, 4),
+            residual=False,  # added from global memory
+            expand_slots=random_.randint(2, 8),
+            hidden_slots=random_.randint(2, 4),
+            parts=2,
+            scaled=True,
+        )
     halves = random_.choice((1, 2))
+    scaled = random_.random() < 0.3
     return Shape(
         tiles=random_.choice((1, 2, 4)),
         chunks=random_.choice((1, 2, 3, 5)),
         atoms=random_.randint(1, 4),
         halves=halves,
-        residual=random_.random() < 0.7,
+        residual=not scaled and random_.random() < 0.7,
         expand_slots=random_.randint(2, 8),
         project_slots=random_.randint(halves + 1, 6),
         hidden_slots=random_.randint(3, 5),
+        scaled=scaled,
     )
 
 
@@ -200,6 +256,7 @@ def test_any_rings(first: int):
 def test_the_rings_of_the_lead_shape():
     for seed in range(20):
         run(Shape(), seed)
+        run(Shape(residual=False, scaled=True, parts=2, expand_slots=2, hidden_slots=2), seed)
 
 
 def test_fewer_project_slots_than_check_allows_stop():

@@ -222,6 +222,13 @@ CASES = {
         Block(c=72, e=128, o=40, l=320, kernel=9, residual=False),
         torch.float16, "contiguous", "sm90", "sm_90a", "fused",
     ),
+    "fused-channels_last-ieee": (
+        Block(c=256, e=200, l=641, kernel=4, dilation=2), torch.float32, "channels_last", "sm90", "sm_90a", "fused",
+    ),
+    "fused-contiguous-tf32": (
+        Block(c=72, e=128, o=40, l=320, kernel=9, residual=False),
+        torch.float32, "contiguous", "sm90", "sm_90a", "fused", "tf32",
+    ),
     "two_kernel-sm90-contiguous-ieee": (
         Block(c=64, e=192, l=640, kernel=4), torch.float32, "contiguous", "sm90", "sm_90a", "two_kernel",
     ),
@@ -237,8 +244,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_launches_as_kernel_py_does(name, tmp_path, driver, monkeypatch):
-    case, dtype, layout, path, arch, *form = CASES[name]
-    op = uncompiled(make_op(case, dtype, layout, path, arch, **({"form": form[0]} if form else {})))
+    case, dtype, layout, path, arch, *more = CASES[name]
+    op = uncompiled(
+        make_op(case, dtype, layout, path, arch, **dict(zip(("form", "fp32_precision"), more, strict=False)))
+    )
     host = Host(op, tmp_path, driver)
     p = op.problem
     if isinstance(case, Case):

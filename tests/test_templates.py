@@ -213,7 +213,14 @@ class Build:
         chosen = self.chosen
         if self.form == "two_kernel":  # the first has none
             return {"project"} if chosen.project.mma_q else set()
-        return self.mains if self.form == "fused" or chosen.mma_q else set()
+        if self.form == "fused":
+            return self.mains if self.kind != "ieee" else set()
+        return self.mains if chosen.mma_q else set()
+
+    @property
+    def operand(self) -> str:
+        """Kind of the MMAs."""
+        return "fp16" if self.form == "fused" and self.kind in ("ieee", "tf32") else self.kind
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -274,6 +281,12 @@ FUSED = [
     Build("sm_90a", "bf16", "channels_last", LEAD_BLOCK, path="sm90", form="fused"),
     Build("sm_90a", "fp16", "channels_last", SHORT_BLOCK, path="sm90", form="fused"),
     Build("sm_90a", "fp16", "contiguous", SHORT_BLOCK, path="sm90", form="fused"),
+    *(
+        Build("sm_90a", kind, layout, case, path="sm90", form="fused")
+        for kind in ("ieee", "tf32")
+        for layout in ("contiguous", "channels_last")
+        for case in (LEAD_BLOCK, SHORT_BLOCK)
+    ),
 ]
 #: Bytes that a thread of the fused form may spill. Two project warpgroups of 160 registers, for 128 sums at the lead
 #: shape, leave 104 to the expand warpgroup, beside 72 sums of its own, and 88 to the depthwise one; nearly all spills
@@ -334,9 +347,9 @@ def test_code(build: Build, tmp_path: Path):
     codes = functions(text)
     assert set(codes) == set(cubin.resources)
     for main in build.mains:
-        wanted = [MMA[build.path][build.kind]]
+        wanted = [MMA[build.path][build.operand]]
         if main in build.depthwise_by_mma:
-            wanted += DEPTHWISE_MMA[build.kind] if build.form != "fused" else DEPTHWISE_MMA[build.kind][:1]
+            wanted += DEPTHWISE_MMA[build.operand] if build.form != "fused" else DEPTHWISE_MMA[build.operand][:1]
         used = [line for line in codes[main].splitlines() if re.search(r"\bHG?MMA\b", line)]
         assert all(any(re.search(instruction, line) for line in used) for instruction in wanted)
         assert not [line for line in used if not any(re.search(instruction, line) for instruction in wanted)]

@@ -30,7 +30,7 @@ TRUNCATION = 2.0**-23
 #: which loses 2^-21 of either operand; the product of both lo parts, 2^-22, is left out.
 SPLIT_LOSS = 2.0**-21 + 2.0**-21 + 2.0**-22
 #: Channels after which an fp32-grade sum leaves the tensor core at the latest (design: precision).
-PROMOTION = 64
+PROMOTION, BLOCK_PROMOTION = 64, 128
 #: Half the distance of fp16's smallest numbers.
 FP16_TINY = 2.0**-25
 #: Largest slope of each activation, rounded up.
@@ -97,7 +97,8 @@ def _product_loss(problem: Problem, length: int) -> float:
     (of a 16-bit type none, of TF32 the weights: the other operand's loss is counted where it is made) and the sum.
     """
     if problem.fp32_precision == "ieee":
-        sums = 3 * min(length, PROMOTION) * TRUNCATION + math.ceil(length / PROMOTION) * UNIT["float32"]
+        promotion = BLOCK_PROMOTION if problem.op == "sepblock1d" else PROMOTION
+        sums = 3 * min(length, promotion) * TRUNCATION + math.ceil(length / promotion) * UNIT["float32"]
         return SPLIT_LOSS + sums + UNIT["float32"]
     return (TF32_UNIT if problem.dtype == "float32" else 0) + length * TRUNCATION + UNIT["float32"]
 
@@ -112,7 +113,8 @@ def _operand_loss(problem: Problem, a: Tensor) -> Tensor | float:
 
 def _activation_loss(problem: Problem, argument: Tensor) -> Tensor:
     """What evaluating an activation may lose, before the result is rounded."""
-    gelu = GELU_LOSS * UNIT[problem.dtype] if problem.dtype != "float32" else 0.0
+    shown = "float16" if problem.fp32_precision == "tf32" and problem.op == "sepblock1d" else problem.dtype
+    gelu = GELU_LOSS * UNIT[shown] if shown != "float32" else 0.0
     return (ACTIVATION_ROUNDINGS * UNIT["float32"] + gelu) * argument.abs()
 
 
@@ -124,14 +126,18 @@ def _block_bound(p: SeparableBlock1dProblem, tensors: Tensors) -> tuple[Tensor, 
     e_size = project(expand_weight.abs(), x.abs(), _absolute(expand_bias))
     e_error = _product_loss(p, p.c) * e_size
     if p.fp32_precision == "tf32":
+        # x, and in the fused form, which makes the depthwise outputs on the tensor cores as well, what they start from.
         e_error += TF32_UNIT * e_size
+        e_error += TF32_UNIT * (e.abs() + e_error)
     if p.dtype != "float32":
         e_error += _operand_loss(p, e.abs() + e_error)
     m = taps(p, e, dw_weight, dw_bias)
     m_size = taps(p, e.abs() + e_error, dw_weight.abs(), _absolute(dw_bias))
-    # In 16 bit the taps may be added up by a tensor core.
-    rounding = unit32 if p.dtype == "float32" else TRUNCATION
+    # But for fp32-grade sums, the taps may be added up by a tensor core, which in tf32 takes them rounded.
+    rounding = unit32 if p.fp32_precision == "ieee" else TRUNCATION
     m_error = taps(p, e_error, dw_weight.abs(), None) + (p.kernel + 1) * rounding * m_size
+    if p.fp32_precision == "tf32":
+        m_error += TF32_UNIT * m_size
     del e, e_size, e_error, m_size
     a = ACTIVATIONS[p.activation](m)
     a_error = SLOPES[p.activation] * m_error
