@@ -318,8 +318,12 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     p = problem
     if path != "sm90" or arch != "sm_90a":
         return f"the fused form is there on path sm90 for sm_90a alone, not on path {path} for {arch}"
-    if p.alignment < MAX_ALIGNMENT or p.c % 8 or p.e % 8 or (p.layout == "contiguous" and p.l % 8):
+    if p.alignment < MAX_ALIGNMENT or (p.element_size == 2 and (p.c % 8 or p.e % 8)):
         return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
+    halves = {"C": p.c, "E": p.e} | ({"L": p.l} if p.layout == "contiguous" else {})
+    if odd := [f"{name} = {extent}" for name, extent in halves.items() if extent % 8]:
+        what = "is no multiple" if len(odd) == 1 else "are no multiples"
+        return f"rows of fp16 that TMA copies are 16 bytes: {', '.join(odd)} {what} of 8; pad, or take form two_kernel"
     if p.o > FUSED_TILE_OCS[-1]:
         return f"{p.o} output channels exceed the {FUSED_TILE_OCS[-1]} whose sums the registers hold"
     geometry = FusedGeometry(p, _least_tile(p))

@@ -32,8 +32,9 @@ struct BlockLayout {
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
   static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
-  static constexpr int kExpandRegisters = kParts == 2 ? 136 : kPositions > 152 ? 120 : 104;
+  static constexpr int kExpandRegisters = kParts == 2 ? 136 : kPositions > 152 ? 120 : 104;  // multiples of 8
   static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
+  static_assert(4 * 128 == kThreads, "of the 512 registers a launch gives to a thread of each of four warpgroups");
   /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch. In two parts, a half is a
   /// warpgroup's.
   static constexpr int kHalves = kParts == 2 || Config::kTileOc > 128 ? 2 : 1;
@@ -829,6 +830,13 @@ struct Project {
   }
 };
 
+/// Registers of each of the calling warpgroup's threads, which the launch gives 128.
+template <int Registers>
+CUTLASS_DEVICE void set_registers() {
+  if constexpr (Registers > 128) cutlass::arch::warpgroup_reg_alloc<Registers>();
+  else cutlass::arch::warpgroup_reg_dealloc<Registers>();
+}
+
 template <class Config>
 CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_window_map,
                                  cute::TmaDescriptor const& expand_map, cute::TmaDescriptor const& project_map, char* raw) {
@@ -847,13 +855,13 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
   shared.fill(args);
   __syncthreads();
   if (warpgroup < L::kProjectWarpgroups) {
-    cutlass::arch::warpgroup_reg_alloc<L::kProjectRegisters>();
+    set_registers<L::kProjectRegisters>();
     Project<Config>::run(args, project_map, shared, warpgroup);
   } else if (warpgroup == L::kProjectWarpgroups) {
-    cutlass::arch::warpgroup_reg_dealloc<L::kExpandRegisters>();
+    set_registers<L::kExpandRegisters>();
     Expand<Config>::run(args, x_map, x_window_map, expand_map, shared);
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<L::kDepthwiseRegisters>();
+    set_registers<L::kDepthwiseRegisters>();
     Depthwise<Config>::run(args, project_map, shared);
   }
 }
