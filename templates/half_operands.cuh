@@ -36,7 +36,7 @@ struct HalfOperands {
   static constexpr int kWarps = kPackThreads / 32;
   /// A window starts so many positions behind a group's first; even, so that a group has both of a pair.
   static constexpr int kSkew = (8 * 128 - ((Config::kKernelW - 1) * Config::kDilationW / 2 + Config::kPhase)) % kGroup;
-  static_assert(kSkew % 2 == 0);
+  static_assert(!Config::kScaled || kSkew % 2 == 0);
 
   CUTLASS_DEVICE static int groups(Arguments const& args) { return ceil_div(args.w, kGroup); }
   /// Of a sequence.
