@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -420,8 +421,8 @@ def test_the_planner_tells_the_estimate_of_every_path_and_form():
 
 
 def test_the_planner_tells_which_form_cannot_run_and_why():
-    refused = "path sm90 fused cannot run it (the fused form takes 16-bit tensors, not float32)"
-    reason = planner.plan(make().problem, "sm_90a").reason
+    refused = "path sm90 fused cannot run it (a halo of 30 positions makes windows of 96: at most 80)"
+    reason = planner.plan(make(replace(LEAD, kernel=31)).problem, "sm_90a").reason
     assert reason.endswith(f"; {refused}") and "path sm90 two_kernel" in reason
     # Where the path is none, its forms are none: said once. Path portable has but one form.
     reason = planner.plan(make().problem, "sm_80").reason

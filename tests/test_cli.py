@@ -562,8 +562,8 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
             "--shape 1,8,9,9 --dtype float32 --layout contiguous --path sm90",
         ),
         (
-            ["emit", *SMALL_BLOCK, "--form", "fused"],
-            "--dtype float32 --form fused: path sm90: the fused form takes 16-bit",
+            ["emit", "--op", "sepblock1d", "--shape", "2,8,12", "--form", "fused"],
+            "--form fused: path sm90: rows of fp16 that TMA copies are 16 bytes: L = 12 is no multiple of 8; pad",
         ),
         (
             ["emit", *SMALL_BLOCK, "--form", "fused", "--dtype", "float16", "--kernel", "99"],
@@ -606,7 +606,7 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
         ),
         (
             ["cache", "warm", "--layers", LAYERS, "--form", "fused"],
-            "--form fused: layer quartznet.k33.c256_256.shape: path sm90: the fused form takes 16-bit tensors",
+            "--form fused: layer quartznet.k33.c256_256.shape: path sm90: a halo of 32 positions makes windows of",
         ),
         (["verify", "--seed", "-1"], f"argument --seed: '-1' must be an integer from 0 to {2**63 - 1}"),
         (["bench", "--samples", "0"], "--samples"),
