@@ -177,17 +177,24 @@ class Geometry:
     @property
     def pixel_major(self) -> bool:
         """Whether shared memory holds x as [pixel][channel]: always on portable, which transposes while it loads."""
-        return self.channels_last or self.schedule.path == "portable"
+        return self.channels_last or self.schedule.path == "portable" or self.turned
+
+    @property
+    def turned(self) -> bool:
+        """sm90: whether contiguous rows are turned to pixel-major ones in shared memory (templates/turn_rows.cuh)."""
+        return self.schedule.mma_q > 0 and not self.channels_last
 
     @property
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
+        if self.turned:  # blocks side by side
+            return self.schedule.blocks * self.schedule.mma_q
         return self.schedule.mma_q or 8 * self.lane_q
 
     @property
     def warp_p(self) -> int:
         """Output rows of a warp's tile."""
-        return self.schedule.blocks * 16 // self.schedule.mma_q if self.schedule.mma_q else self.lane_p
+        return self.schedule.blocks * 16 // self.warp_q if self.schedule.mma_q else self.lane_p
 
     @property
     def tile_q(self) -> int:
@@ -231,17 +238,31 @@ class Geometry:
 
     @property
     def phase(self) -> int:
-        """Columns from the start of a contiguous row in shared memory to the first pixel's first tap.
+        """sm90: columns from the start of a row in shared memory to the first pixel's first tap.
 
-        TMA starts on 16-byte boundaries.
+        TMA starts contiguous rows on 16-byte boundaries.
         """
+        if self.channels_last or self.schedule.path != "sm90":
+            return 0
         return -self.problem.padding[2] % (16 // self.problem.element_size)
+
+    @property
+    def row_parts(self) -> tuple[int, int, int]:
+        """How TMA cuts a row that is turned: units of 8 columns, squares of 64, units (struct TurnedColumns)."""
+        p = self.problem
+        beside = ((p.kernel[1] - 1) * p.dilation[1] // 2 + self.phase + 4) // 8
+        left = beside if beside <= 2 else 0
+        squares, right = divmod(-(-(self.phase + self.window_cols(self.item_q)) // 8) - left, 8)
+        return (left, squares + 1, 0) if right > 2 else (left, squares, right)
 
     @property
     def columns(self) -> int:
         """Columns of a row in shared memory on sm90."""
         if self.channels_last:
             return self.window_cols(self.item_q)
+        if self.turned:
+            left, squares, right = self.row_parts
+            return 8 * (left + 8 * squares + right)
         size = self.problem.element_size
         unit = 16 // size
         size_bytes = -(-(self.phase + self.window_cols(self.item_q)) // unit) * unit * size
@@ -257,7 +278,7 @@ class Geometry:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the ring."""
-        if self.channels_last:
+        if self.pixel_major:
             return self.atoms * round_up(self.slot_rows * self.columns * 128, 1024)
         return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
 
@@ -307,6 +328,8 @@ class Geometry:
     @property
     def store_bytes(self) -> int:
         """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or pixels of an output channel."""
+        if self.turned:  # of the warpgroup's pixels
+            return min(self.tile_q * self.problem.element_size, 128)
         if not self.channels_last:
             return 8 * self.lane_q * self.problem.element_size
         pixel_bytes = self.schedule.tile_oc * self.problem.element_size
@@ -317,6 +340,8 @@ class Geometry:
         """Output channels of one TMA store."""
         if self.channels_last:
             return self.store_bytes // self.problem.element_size
+        if self.turned:
+            return next(width for width in (64, 32, 16, 8) if self.schedule.tile_oc % width == 0)
         return 16 if self.schedule.tile_oc % 16 == 0 else 8
 
     @property
@@ -327,9 +352,11 @@ class Geometry:
     @property
     def staging_bytes(self) -> int:
         rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
-        group = blocks * round_up(rows * self.store_bytes, 1024)
+        group = 4 * blocks * round_up(rows * self.store_bytes, 1024)
+        if self.turned:
+            group = self.tile_p * self.tile_q * self.group_oc * self.problem.element_size
         warpgroups = 1 if self.schedule.split_channels else self.schedule.warpgroups
-        return 4 * warpgroups * self.schedule.staging_groups * group
+        return warpgroups * self.schedule.staging_groups * group
 
     @property
     def given_bytes(self) -> int:
@@ -345,7 +372,7 @@ class Geometry:
             weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
-        barriers = 2 * (s.row_slots + s.weight_slots) * 8
+        barriers = ((3 if self.turned else 2) * s.row_slots + 2 * s.weight_slots) * 8
         rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
         return rings + self.staging_bytes + self.given_bytes + barriers
 
@@ -513,7 +540,8 @@ def check(
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
-        if max(geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels) > 256:
+        box = geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels
+        if not geometry.turned and max(box) > 256:
             many = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
             size = f"{many}{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
@@ -537,9 +565,13 @@ def check(
 def _no_diagonals(geometry: Geometry) -> str | None:
     """Why tensor cores cannot make these depthwise outputs, or None."""
     p, s = geometry.problem, geometry.schedule
-    if p.element_size != 2 or not geometry.channels_last:
-        return f"mma.sync reads 16-bit channels_last tensors, not {p.dtype} {p.layout}"
-    if p.depthwise and s.blocks != 1:
+    if p.element_size != 2:
+        return f"mma.sync reads 16-bit tensors, not {p.dtype}"
+    if geometry.turned and (not p.depthwise or p.residual):
+        return "contiguous rows are turned for a depthwise convolution alone, without a residual"
+    if geometry.turned and s.blocks > 2:
+        return f"blocks={s.blocks} must be 1 or 2"
+    if geometry.channels_last and p.depthwise and s.blocks != 1:
         return f"blocks={s.blocks} must be 1: the matrices of more do not fit into registers"
     if p.taps > MOST_DIAGONAL_TAPS:
         return f"{p.taps} taps are unrolled, at most {MOST_DIAGONAL_TAPS}"

@@ -1,0 +1,91 @@
+// Rows of x on their way from [channel][pixel] in global memory to [pixel][channel] in shared memory.
+//
+// TMA brings 64 channels of 64 pixels of a row, a square of 16-bit values, to where the same pixels lie with their channels; warps beside the
+// producer then turn it where it lies, 8 x 8 values at a time (ldmatrix, stmatrix transposed). What a row has beside its squares comes 8 pixels at a
+// time. From there on x is what a channels_last tensor leaves in shared memory.
+#pragma once
+
+namespace cutlass_sep {
+
+/// How the columns of a window are cut. Squares start on a 128-byte line of x for the usual padding and a tile that starts on one.
+template <class Config>
+struct TurnedColumns {
+  using G = Geometry<Config>;
+  /// Columns left of a tile's own are as many as its padding, known but for multiples of 8: taken is what is closest to half a kernel.
+  static constexpr int kBeside = ((Config::kKernelW - 1) * Config::kDilationW / 2 + Config::kPhase + 4) / 8;
+  static constexpr int kLeft = kBeside <= 2 ? kBeside : 0;  // units of 8 columns before the first square
+  static constexpr int kMost = 2;                           // units behind the last; more are a square
+  CUTLASS_HOST_DEVICE static constexpr int squares(int columns) {
+    int const units = ceil_div(columns, 8) - kLeft;
+    return units / 8 + (units % 8 > kMost);
+  }
+  CUTLASS_HOST_DEVICE static constexpr int right(int columns) {
+    int const units = ceil_div(columns, 8) - kLeft;
+    return units % 8 > kMost ? 0 : units % 8;
+  }
+  CUTLASS_HOST_DEVICE static constexpr int padded(int columns) { return 8 * (kLeft + 8 * squares(columns) + right(columns)); }
+};
+
+/// A row of `Columns` columns as the warps turn it: batches of 16 matrices of 8 x 8 values, each closed under turning.
+template <class Config, int Columns>
+struct TurnedRow {
+  using C = TurnedColumns<Config>;
+  static constexpr int kUnitBytes = 8 * 128, kSquareBytes = 64 * 128;
+  static constexpr int kSquares = C::squares(Columns), kUnits = C::kLeft + C::right(Columns);
+  static_assert(8 * kUnits + 64 * kSquares == Columns);
+  static constexpr int kBatches = 4 * kSquares + ceil_div(kUnits, 2);
+
+  /// Byte of the i-th unit beside the squares.
+  CUTLASS_HOST_DEVICE static constexpr int unit_offset(int i) { return i * kUnitBytes + (i < C::kLeft ? 0 : kSquares * kSquareBytes); }
+
+  // Where a lane's row of a matrix of the first group lies, and goes; the same of 8 pixels.
+  uint32_t load, store, unit_load, unit_store;
+
+  CUTLASS_DEVICE explicit TurnedRow(int lane) {
+    // A load or store is of matrices [2][2]; lane l addresses row l % 8 of matrix l / 8. Row r of a matrix of the square lies at 128 r, its unit u
+    // at 16 (u ^ r), as TMA's swizzle and ldmatrix have it.
+    int const r = lane % 8, m = lane / 8;
+    load = m / 2 * 1024 + r * 128 + (m % 2 ^ r) * 16;
+    store = m % 2 * 1024 + r * 128 + (m / 2 ^ r) * 16;
+    unit_load = lane * 16;
+    unit_store = r * 128 + (m ^ r) * 16;
+  }
+
+  using Matrices = uint32_t[4];
+
+  CUTLASS_DEVICE static void read(Matrices& matrix, char const* address) {
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), matrix[0], matrix[1], matrix[2], matrix[3]);
+  }
+  CUTLASS_DEVICE static void write(Matrices const& matrix, char* address) {
+    cute::SM90_U16x8_STSM_T::copy(matrix[0], matrix[1], matrix[2], matrix[3], *reinterpret_cast<cute::uint128_t*>(address));
+  }
+
+  /// Batch `batch` of the row, by a whole warp.
+  CUTLASS_DEVICE void turn(char* row, int batch) const {
+    Matrices matrix[4];
+    if (batch < 4 * kSquares) {
+      // Of the square's 4 x 4 groups of matrices those at (i, i ^ other): turned, they change places.
+      char* const square = row + C::kLeft * kUnitBytes + batch / 4 * kSquareBytes;
+      uint32_t const other = batch % 4;
+      CUTLASS_PRAGMA_UNROLL
+      for (uint32_t i = 0; i < 4; ++i) read(matrix[i], square + i * 2048 + (load ^ (i ^ other) * 32));
+      __syncwarp();
+      CUTLASS_PRAGMA_UNROLL
+      for (uint32_t i = 0; i < 4; ++i) write(matrix[i], square + (i ^ other) * 2048 + (store ^ i * 32));
+    } else {
+      // Two times 8 pixels: [channel][8 pixels] becomes [8 pixels][channel].
+      int const first = (batch - 4 * kSquares) * 2;
+      bool const two = kUnits % 2 == 0 || first + 1 < kUnits;
+      char* const address[2] = {row + unit_offset(first), row + unit_offset(first + 1)};
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < 4; ++i)
+        if (i < 2 || two) read(matrix[i], address[i / 2] + i % 2 * 512 + unit_load);
+      __syncwarp();
+      CUTLASS_PRAGMA_UNROLL
+      for (uint32_t i = 0; i < 4; ++i)
+        if (i < 2 || two) write(matrix[i], address[i / 2] + (unit_store ^ i % 2 * 64));
+    }
+  }
+};
+
+}  // namespace cutlass_sep
