@@ -545,7 +545,7 @@ def check(
             many = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
             size = f"{many}{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
-        if not geometry.channels_last and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
+        if not geometry.pixel_major and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
             return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
         at_hand = CONSUMER_REGISTERS[schedule.warpgroups]
         if geometry.registers > at_hand:

@@ -181,7 +181,7 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescript
         char* const to = row + atom * L::kAtomBytes + r * L::kColumns * 128;
         int const c = channel + atom * L::kAtomChannels;
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Row::kSquares; ++i) load(x_map, to, Row::unit_offset(Row::C::kLeft) - (Row::kSquares - i) * Row::kSquareBytes, c, r);
+        for (int i = 0; i < Row::kSquares; ++i) load(x_map, to, Row::square_offset(i), c, r);
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < Row::kUnits; ++i) load(x_unit_map, to, Row::unit_offset(i), c, r);
       }

@@ -35,6 +35,7 @@ struct TurnedRow {
   static_assert(8 * kUnits + 64 * kSquares == Columns);
   static constexpr int kBatches = 4 * kSquares + ceil_div(kUnits, 2);
 
+  CUTLASS_HOST_DEVICE static constexpr int square_offset(int i) { return C::kLeft * kUnitBytes + i * kSquareBytes; }
   /// Byte of the i-th unit beside the squares.
   CUTLASS_HOST_DEVICE static constexpr int unit_offset(int i) { return i * kUnitBytes + (i < C::kLeft ? 0 : kSquares * kSquareBytes); }
 
@@ -65,7 +66,7 @@ struct TurnedRow {
     Matrices matrix[4];
     if (batch < 4 * kSquares) {
       // Of the square's 4 x 4 groups of matrices those at (i, i ^ other): turned, they change places.
-      char* const square = row + C::kLeft * kUnitBytes + batch / 4 * kSquareBytes;
+      char* const square = row + square_offset(batch / 4);
       uint32_t const other = batch % 4;
       CUTLASS_PRAGMA_UNROLL
       for (uint32_t i = 0; i < 4; ++i) read(matrix[i], square + i * 2048 + (load ^ (i ^ other) * 32));
