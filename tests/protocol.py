@@ -90,12 +90,15 @@ class Machine:
         self.warps: list[Warp] = []
         self._copies: list[Callable[[], None]] = []
 
-    def copy(self, memory: Memory, full: Barrier, data) -> None:
-        """TMA: the memory holds nothing that can be read until it has completed."""
-        memory.write(("incoming", data))
+    def copy(self, memory: Memory | list[Memory], full: Barrier, data) -> None:
+        """TMA: the memory, or all parts of it, holds nothing that can be read until it has completed."""
+        parts = memory if isinstance(memory, list) else [memory]
+        for part in parts:
+            part.write(("incoming", data))
 
         def complete() -> None:
-            memory.write(data)
+            for part in parts:
+                part.write(data)
             full.arrive()
 
         self._copies.append(complete)
