@@ -42,8 +42,10 @@ SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
 #: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
 TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
-#: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
+#: Registers of a consumer's and a producer's thread by number of consumer warpgroups (setmaxnreg; see
+#: templates/separable2d_sm90.cuh). All together they are at most what the launch gives.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+PRODUCER_REGISTERS = {1: 32, 2: 24, 3: 32}
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
 #: group of packed pointwise weights.
 MAX_EXTENT = 2**28

@@ -31,9 +31,11 @@ struct Sm90Layout {
   using G = Geometry<Config>;
   using P = PackedWeights<Config>;
   static constexpr int kWarpgroups = Config::kWarpgroups;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 && !G::kTurned ? 24 : 32;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // A warp waits without end for registers that neither the launch gave to the block nor other warps give back.
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * (65536 / kThreads / 8 * 8));
   /// Pixels of a warpgroup's tile.
   static constexpr int kTileQ = Config::kWarpsQ * G::kWarpQ;
   static constexpr int kTileP = 4 / Config::kWarpsQ * G::kWarpP;

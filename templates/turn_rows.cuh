@@ -26,14 +26,14 @@ struct TurnedColumns {
   CUTLASS_HOST_DEVICE static constexpr int padded(int columns) { return 8 * (kLeft + 8 * squares(columns) + right(columns)); }
 };
 
-/// A row of `Columns` columns as the warps turn it: batches of 16 matrices of 8 x 8 values, each closed under turning.
+/// A row of `Columns` columns as the warps turn it: batches of 8 matrices of 8 x 8 values, each closed under turning.
 template <class Config, int Columns>
 struct TurnedRow {
   using C = TurnedColumns<Config>;
   static constexpr int kUnitBytes = 8 * 128, kSquareBytes = 64 * 128;
   static constexpr int kSquares = C::squares(Columns), kUnits = C::kLeft + C::right(Columns);
   static_assert(8 * kUnits + 64 * kSquares == Columns);
-  static constexpr int kBatches = 4 * kSquares + ceil_div(kUnits, 2);
+  static constexpr int kBatches = 8 * kSquares + kUnits;
 
   CUTLASS_HOST_DEVICE static constexpr int square_offset(int i) { return C::kLeft * kUnitBytes + i * kSquareBytes; }
   /// Byte of the i-th unit beside the squares.
@@ -63,29 +63,32 @@ struct TurnedRow {
 
   /// Batch `batch` of the row, by a whole warp.
   CUTLASS_DEVICE void turn(char* row, int batch) const {
-    Matrices matrix[4];
-    if (batch < 4 * kSquares) {
-      // Of the square's 4 x 4 groups of matrices those at (i, i ^ other): turned, they change places.
-      char* const square = row + square_offset(batch / 4);
-      uint32_t const other = batch % 4;
+    char *from[2], *to[2];
+    if (batch < 8 * kSquares) {
+      // Of the square's 4 x 4 groups of matrices two at (i, i ^ other): turned, they change places, or stay where `other` is 0.
+      char* const square = row + square_offset(batch / 8);
+      uint32_t const other = batch % 8 / 2, apart = cute::max(other, 1u), first = batch % 2 * (apart == 1 ? 2 : 1);
       CUTLASS_PRAGMA_UNROLL
-      for (uint32_t i = 0; i < 4; ++i) read(matrix[i], square + i * 2048 + (load ^ (i ^ other) * 32));
-      __syncwarp();
-      CUTLASS_PRAGMA_UNROLL
-      for (uint32_t i = 0; i < 4; ++i) write(matrix[i], square + (i ^ other) * 2048 + (store ^ i * 32));
+      for (int k = 0; k < 2; ++k) {
+        uint32_t const i = first ^ k * apart, j = i ^ other;
+        from[k] = square + i * 2048 + (load ^ j * 32);
+        to[k] = square + j * 2048 + (store ^ i * 32);
+      }
     } else {
-      // Two times 8 pixels: [channel][8 pixels] becomes [8 pixels][channel].
-      int const first = (batch - 4 * kSquares) * 2;
-      bool const two = kUnits % 2 == 0 || first + 1 < kUnits;
-      char* const address[2] = {row + unit_offset(first), row + unit_offset(first + 1)};
+      // A unit: [channel][8 pixels] becomes [8 pixels][channel].
+      char* const unit = row + unit_offset(batch - 8 * kSquares);
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 4; ++i)
-        if (i < 2 || two) read(matrix[i], address[i / 2] + i % 2 * 512 + unit_load);
-      __syncwarp();
-      CUTLASS_PRAGMA_UNROLL
-      for (uint32_t i = 0; i < 4; ++i)
-        if (i < 2 || two) write(matrix[i], address[i / 2] + (unit_store ^ i % 2 * 64));
+      for (uint32_t k = 0; k < 2; ++k) {
+        from[k] = unit + k * 512 + unit_load;
+        to[k] = unit + (unit_store ^ k * 64);
+      }
     }
+    Matrices matrix[2];
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 2; ++k) read(matrix[k], from[k]);
+    __syncwarp();
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 2; ++k) write(matrix[k], to[k]);
   }
 };
 

@@ -31,6 +31,17 @@ class Barrier:
         return lambda: self._phase % 2 != parity % 2
 
 
+class Registers:
+    """Those of a block, a warp's thread each, that no warp holds. setmaxnreg gives back, or waits for what it takes."""
+
+    def __init__(self):
+        self._free = 0
+
+    def change(self, held: int, wanted: int) -> Warp:
+        yield lambda: self._free >= wanted - held
+        self._free -= wanted - held
+
+
 class Memory:
     """Shared memory that is filled and read as a whole; `readers`: wgmma that have not completed."""
 

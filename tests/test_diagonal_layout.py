@@ -125,18 +125,19 @@ def turn_row(g: Geometry, shared: Shared, row: int) -> None:
     r, m = LANE % 8, LANE // 8
     load, store = m // 2 * 1024 + r * 128 + (m % 2 ^ r) * 16, m % 2 * 1024 + r * 128 + (m // 2 ^ r) * 16
     unit_load, unit_store = LANE * 16, r * 128 + (m ^ r) * 16
-    for batch in range(4 * squares + -(-(left + right) // 2)):
-        moves = []
-        if batch < 4 * squares:
-            square, other = row + left * 1024 + batch // 4 * 8192, batch % 4
-            for i in range(4):
-                moves.append((square + i * 2048 + (load ^ (i ^ other) * 32),
-                              square + (i ^ other) * 2048 + (store ^ i * 32)))  # fmt: skip
+    for batch in range(8 * squares + left + right):
+        if batch < 8 * squares:
+            square, other = row + left * 1024 + batch // 8 * 8192, batch % 8 // 2
+            apart = max(other, 1)
+            first = batch % 2 * (2 if apart == 1 else 1)
+            moves = []
+            for i in (first, first ^ apart):
+                j = i ^ other
+                moves.append((square + i * 2048 + (load ^ j * 32), square + j * 2048 + (store ^ i * 32)))
         else:
-            first = (batch - 4 * squares) * 2
-            for unit in range(first, min(first + 2, left + right)):
-                address = row + unit * 1024 + (0 if unit < left else squares * 8192)
-                moves += [(address + i * 512 + unit_load, address + (unit_store ^ i * 64)) for i in range(2)]
+            unit = batch - 8 * squares
+            address = row + unit * 1024 + (0 if unit < left else squares * 8192)
+            moves = [(address + k * 512 + unit_load, address + (unit_store ^ k * 64)) for k in range(2)]
         read = [shared.read(source[:, None] + 2 * np.arange(8)).reshape(4, 8, 8) for source, _ in moves]
         for matrices, (_, target) in zip(read, moves, strict=True):
             shared.write(target[:, None] + 2 * np.arange(8), matrices.transpose(0, 2, 1).reshape(32, 8))

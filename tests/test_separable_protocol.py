@@ -1,8 +1,9 @@
 """The separable kernel's barriers under random interleavings, for any schedule that `check` allows.
 
-The warps do what `produce`, `turn`, `consume`, `accumulate` and SplitSums of templates/separable2d_sm90.cuh do: whoever
-changes it there changes it here. Left out are registers, the staging buffers (a warp's own, or its warpgroup's) and the
-values themselves: a sum is the list of the passes over an item's channels that entered it.
+The warps do what `produce`, `turn`, `consume`, `accumulate` and SplitSums of templates/separable2d_sm90.cuh do, once
+setmaxnreg has given them their registers: whoever changes it there changes it here. Left out are the staging buffers (a
+warp's own, or its warpgroup's) and the values themselves: a sum is the list of the passes over an item's channels that
+entered it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import replace
 import protocol
 import pytest
 from problems import problem_of
-from protocol import Barrier, Memory, Wait, Warp, Warpgroup
+from protocol import Barrier, Memory, Registers, Wait, Warp, Warpgroup
 from separable import Case
 
-from cutlass_sep.schedule import Geometry, Schedule, candidates, check
+from cutlass_sep.schedule import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Geometry, Schedule, candidates, check
 
 ARCH = "sm_90a"
 LATE = Case(n=1, c=512, o=512, h=7, w=7)
@@ -107,9 +108,17 @@ class Machine(protocol.Machine):
         self.rows = [[Memory() for _ in range(TURNING_WARPS if g.turned else 1)] for _ in range(s.row_slots)]
         self.weights = [Memory() for _ in range(s.weight_slots)]
         self.given = [[Memory() for _ in range(4)] for _ in range(s.warpgroups)]
-        self.warps = [self.produce()]
-        self.warps += [self.turn(warp) for warp in range(TURNING_WARPS if g.turned else 0)]
-        self.warps += [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
+        self.registers, launched = Registers(), 65536 // g.threads // 8 * 8
+        beside = [self.turn(warp) if g.turned else iter(()) for warp in range(TURNING_WARPS)]
+        consumers = [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
+        self.warps = [
+            self.resized(warp, launched, PRODUCER_REGISTERS[s.warpgroups]) for warp in (self.produce(), *beside)
+        ]
+        self.warps += [self.resized(warp, launched, CONSUMER_REGISTERS[s.warpgroups]) for warp in consumers]
+
+    def resized(self, warp: Warp, held: int, wanted: int) -> Warp:
+        yield from self.registers.change(held, wanted)
+        yield from warp
 
     def produce(self) -> Warp:
         s = self.g.schedule
@@ -361,6 +370,24 @@ def test_fewer_row_slots_than_check_allows_stop():
         run(Machine(Geometry(problem, enough)), 0)
         with pytest.raises(AssertionError, match="wait for ever"):
             run(Machine(Geometry(problem, fewer)), 0)
+
+
+@pytest.mark.parametrize("warpgroups", CONSUMER_REGISTERS)
+def test_more_registers_than_a_launch_gives_stop(monkeypatch: pytest.MonkeyPatch, warpgroups: int):
+    """setmaxnreg takes them from what the launch gave to the block, not from the multiprocessor."""
+    problem = problem_of(Case(c=64, o=64, h=32, w=32), "bf16", "contiguous")
+    schedule = Schedule("sm90", 64, 64, 1, 2, warpgroups, 8, 1, mma_q=8)
+    assert check(problem, schedule, ARCH)
+    run(Machine(Geometry(problem, schedule)), 0)
+    launched = 65536 // (128 * (warpgroups + 1)) // 8 * 8
+    room = (warpgroups + 1) * launched - warpgroups * CONSUMER_REGISTERS[warpgroups]
+    for registers in (room, room + 8):
+        monkeypatch.setitem(PRODUCER_REGISTERS, warpgroups, registers)
+        if registers == room:
+            run(Machine(Geometry(problem, schedule)), 0)
+        else:
+            with pytest.raises(AssertionError, match="wait for ever"):
+                run(Machine(Geometry(problem, schedule)), 0)
 
 
 @pytest.mark.parametrize(
