@@ -343,7 +343,7 @@ class Geometry:
         if self.channels_last:
             return self.store_bytes // self.problem.element_size
         if self.turned:
-            return next(width for width in (64, 32, 16, 8) if self.schedule.tile_oc % width == 0)
+            return next(width for width in (32, 16, 8) if self.schedule.tile_oc % width == 0)
         return 16 if self.schedule.tile_oc % 16 == 0 else 8
 
     @property

@@ -76,7 +76,6 @@ struct Sm90Layout {
                                                                : 16;
   static constexpr int kGroupOc = Config::kChannelsLast          ? kStoreBytes / G::kElementBytes
                                   : !G::kTurned                  ? (Config::kTileOc % 16 == 0 ? 16 : 8)
-                                  : Config::kTileOc % 64 == 0    ? 64
                                   : Config::kTileOc % 32 == 0    ? 32
                                   : cute::min(Config::kTileOc, 16);
   static constexpr int kGroups = Config::kTileOc / kGroupOc;
@@ -105,9 +104,6 @@ struct WorkItem {
   using L = Sm90Layout<Config>;
   int n, p, q, oc_tile, steps;  // image, first output row and column, tile of output channels, warpgroup tiles down
 
-  CUTLASS_DEVICE static int count(Arguments const& args) {
-    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kItemQ) * L::G::kOcTiles;
-  }
   CUTLASS_DEVICE WorkItem(Arguments const& args, int index) {
     int const strips = ceil_div(args.q, L::kItemQ), rows = args.steps * L::kTileP;
     oc_tile = index % L::G::kOcTiles;
@@ -119,6 +115,8 @@ struct WorkItem {
     n = index / blocks;
     steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kTilesDown;
   }
+  /// Whether there is such an item: images come last, so that none follows one that is not there.
+  CUTLASS_DEVICE bool exists(Arguments const& args) const { return n < args.n; }
   /// Slots of the ring that its rows take.
   CUTLASS_DEVICE int slots() const { return L::kWholeWindow ? 1 : L::G::window_rows(steps * L::kTileP); }
 };
@@ -199,10 +197,10 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
   RingCursor<Config::kRowSlots> row;
   RingCursor<Config::kWeightSlots> weight;
   FullBarrier* const row_landed = L::G::kTurned ? shared.row_landed : shared.row_full;
-  int const items = WorkItem<Config>::count(args);
   bool first = true;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  for (int index = blockIdx.x;; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
+    if (!item.exists(args)) break;
     int const w = item.q * Config::kStrideW - args.pad_left - Config::kPhase;
     int const rows = item.slots();
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
@@ -233,9 +231,12 @@ CUTLASS_DEVICE void turn(Arguments const& args, Sm90Shared<Config> const& shared
   using L = Sm90Layout<Config>;
   using Row = TurnedRow<Config, L::kColumns>;
   Row const turned(lane);
-  int const items = WorkItem<Config>::count(args);
   int slots = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) slots += WorkItem<Config>(args, index).slots() * L::G::kChunks;
+  for (int index = blockIdx.x;; index += gridDim.x) {
+    WorkItem<Config> const item(args, index);
+    if (!item.exists(args)) break;
+    slots += item.slots() * L::G::kChunks;
+  }
   RingCursor<Config::kRowSlots> row;
   CUTLASS_PRAGMA_NO_UNROLL
   for (; slots > 0; --slots) {
@@ -439,23 +440,19 @@ struct Sm90Epilogue {
     bool const first_thread = warp == 0 && lane == 0;
     constexpr int kGroupBytes = 4 * L::kGroupBytes;
     CUTLASS_PRAGMA_UNROLL
-    for (int first = 0; first < L::kGroups; first += Config::kStagingGroups) {
-      if (first_thread) cute::tma_store_wait<0>();  // what the last stores read
+    for (int group = 0; group < L::kGroups; ++group) {
+      char* const buffer = staging + group % Config::kStagingGroups * kGroupBytes;
+      if (first_thread) cute::tma_store_wait<Config::kStagingGroups - 1>();  // of these buffers, in turn, the next has been read
       together.sync();
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kStagingGroups; ++i)
-        stage_tile(staging + i * kGroupBytes, acc, (first + i) * (L::kGroupOc / 8), warp / Config::kWarpsQ * G::kWarpP,
-                   warp % Config::kWarpsQ * G::kWarpQ, lane);
+      stage_tile(buffer, acc, group * (L::kGroupOc / 8), warp / Config::kWarpsQ * G::kWarpP, warp % Config::kWarpsQ * G::kWarpQ, lane);
       cute::tma_store_fence();
-      if (first + Config::kStagingGroups < L::kGroups) together.sync();
+      if (group + 1 < L::kGroups) together.sync();
       else broken = together.any(broken);
       if (first_thread) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Config::kStagingGroups; ++i)
-          CUTLASS_PRAGMA_UNROLL
-          for (int box = 0; box < L::kTileP * L::kStoresQ; ++box)
-            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + i * kGroupBytes + box * L::kStoreBoxBytes, q + box % L::kStoresQ * L::kStoreQ,
-                                          p + box / L::kStoresQ, oc + (first + i) * L::kGroupOc, n);
+        for (int box = 0; box < L::kTileP * L::kStoresQ; ++box)
+          cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + box * L::kStoreBoxBytes, q + box % L::kStoresQ * L::kStoreQ, p + box / L::kStoresQ,
+                                        oc + group * L::kGroupOc, n);
         cute::tma_store_arrive();
       }
     }
@@ -717,6 +714,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   // that it cannot be counted twice in one round of the ring.
   auto const release = [&](int end) {
     __syncwarp();
+    CUTLASS_PRAGMA_NO_UNROLL  // unrolled, it takes registers that the loops around it need
     for (; released < end; ++released) {
       auto const row = base.after(released);
       shared.row_full[row.slot].wait(row.parity);
@@ -730,10 +728,10 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
     weight.advance();
   };
 
-  int const items = WorkItem<Config>::count(args);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int index = blockIdx.x; index < items; index += gridDim.x) {
+  for (int index = blockIdx.x;; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
+    if (!item.exists(args)) break;
     int const rows = item.slots();
     auto const release_chunk = [&] {
       release(rows);
