@@ -43,9 +43,12 @@ SM90_CANDIDATES = 8
 #: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
 TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
 #: Registers of a consumer's and a producer's thread by number of consumer warpgroups (setmaxnreg; see
-#: templates/separable2d_sm90.cuh). All together they are at most what the launch gives.
+#: templates/separable2d_sm90.cuh), and where the warps that turn rows get more (Geometry.room_beside).
+#: All together they are at most what the launch gives.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 32, 2: 24, 3: 32}
+CONSUMERS_WITH_ROOM = {1: 240, 2: 232}
+PRODUCER_WITH_ROOM = 40
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
 #: group of packed pointwise weights.
 MAX_EXTENT = 2**28
@@ -410,6 +413,22 @@ class Geometry:
         return max(1, min(by_registers, by_shared, 2048 // self.threads))
 
     @property
+    def room_beside(self) -> bool:
+        """sm90: whether the warps that turn rows get registers of the consumers."""
+        s = self.schedule
+        return self.turned and s.warpgroups < 3 and (not self.march or s.blocks * s.tile_oc < 256)
+
+    @property
+    def consumer_registers(self) -> int:
+        """sm90: registers of a consumer's thread."""
+        return (CONSUMERS_WITH_ROOM if self.room_beside else CONSUMER_REGISTERS)[self.schedule.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        """sm90: registers of a thread of the producer's warpgroup."""
+        return PRODUCER_WITH_ROOM if self.room_beside else PRODUCER_REGISTERS[self.schedule.warpgroups]
+
+    @property
     def matrices(self) -> int:
         """mma.sync: matrices of 8 pixels and 8 channels that a warp's depthwise outputs need (struct PixelMatrices)."""
         (kernel_h, kernel_w), (stride_h, stride_w) = self.problem.kernel, self.problem.stride
@@ -440,9 +459,9 @@ class Geometry:
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         if s.mma_q:
-            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, or if
-            # they split the channels, sooner.
-            others = 60 if s.warpgroups == 3 else 44
+            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, where
+            # windows are turned, or if the warpgroups split the channels, sooner.
+            others = 60 if s.warpgroups == 3 or (self.turned and not self.march) else 44
             return accumulators + 4 * self.live_matrices + max(others, 84 * s.split_channels)
         values = s.blocks * 2 * lane_channels * self.mma_steps
         fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks
@@ -549,7 +568,7 @@ def check(
             return Support(False, f"{size} exceed TMA's box of 256")
         if not geometry.pixel_major and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
             return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
-        at_hand = CONSUMER_REGISTERS[schedule.warpgroups]
+        at_hand = geometry.consumer_registers
         if geometry.registers > at_hand:
             return Support(False, f"about {geometry.registers} registers a thread, {at_hand} at hand")
         if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
@@ -655,8 +674,25 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         geometry = Geometry(problem, base)
         if split and _no_split(geometry) or mma_q and _no_diagonals(geometry):
             continue
-        if geometry.registers <= CONSUMER_REGISTERS[warpgroups]:
+        if geometry.registers <= geometry.consumer_registers:
             yield from _with_rings(problem, base, arch)
+    if problem.element_size == 2 and problem.layout == "contiguous":
+        for base in _turned(problem, padded):
+            if not _no_diagonals(Geometry(problem, base)):
+                yield from _with_rings(problem, base, arch)
+
+
+def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
+    """Shapes for contiguous rows that are turned: up to 128 columns a warpgroup, for stores of up to 256 bytes. With as many
+    sums as a warpgroup can have, registers suffice where it knows its place in the item.
+    """
+    one_row = is_one_row(problem)
+    slot = padded if padded <= 128 else 64
+    shapes = [(2, 4, 16), (1, 4, 16)] if one_row else [(2, 4, 16), *itertools.product((2, 1), (4, 2, 1), (8,))]
+    for tile_oc, (blocks, warps_q, mma_q) in itertools.product(_tile_ocs(problem.o), shapes):
+        besides = {one_row, one_row or warps_q == 4} - ({False} if blocks * tile_oc == 256 else set())
+        for beside in sorted(besides):
+            yield Schedule("sm90", tile_oc, slot, blocks, warps_q, 2, side_by_side=beside, mma_q=mma_q)
 
 
 def _tile_ocs(o: int) -> list[int]:
@@ -755,7 +791,8 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
         return tuple(found[:PORTABLE_CANDIDATES])
     best = {}
     for s in found:
-        best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.split_channels, s.mma_q), s)
+        key = s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.side_by_side, s.split_channels, s.mma_q
+        best.setdefault(key, s)
     return tuple(best.values())[:SM90_CANDIDATES]
 
 

@@ -31,8 +31,13 @@ struct Sm90Layout {
   using G = Geometry<Config>;
   using P = PackedWeights<Config>;
   static constexpr int kWarpgroups = Config::kWarpgroups;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
+  /// Turning warps, and the producer's copies beside them, get more registers where windows are turned or sums of y leave some.
+  static constexpr bool kRoomBeside = G::kTurned && kWarpgroups < 3 && (G::kChunks > 1 || Config::kBlocks * Config::kTileOc < 256);
+  static constexpr int kProducerRegisters = kRoomBeside ? 40 : kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 1   ? 240
+                                            : kWarpgroups == 2 ? (kRoomBeside ? 232 : 240)
+                                            : kWarpgroups == 3 ? 160
+                                                               : 112;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // A warp waits without end for registers that neither the launch gave to the block nor other warps give back.
   static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * (65536 / kThreads / 8 * 8));
@@ -176,7 +181,9 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescript
     auto const load = [&](cute::TmaDescriptor const& map, char* to, int offset, int c, int r) {
       cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier, kHint, to + offset, w + offset / 128, h + r, c, n);
     };
+    CUTLASS_PRAGMA_NO_UNROLL
     for (int atom = 0; atom < L::kAtoms; ++atom)
+      CUTLASS_PRAGMA_NO_UNROLL
       for (int r = 0; r < L::kSlotRows; ++r) {
         char* const to = row + atom * L::kAtomBytes + r * L::kColumns * 128;
         int const c = channel + atom * L::kAtomChannels;

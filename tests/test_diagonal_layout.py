@@ -76,8 +76,9 @@ def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> 
     for group in range(len(table)):
         first = chunk * s.slot_channels + 32 * group
         for lane in range(32):
-            if first + lane < g.problem.c:
-                table[group, pairs, lane, 0] = bias[first + lane]
+            t, j = lane // 8, lane % 8 // 2
+            if (c := first + channel_of_k(g, np.array(8 * j + 2 * t + lane % 2))) < g.problem.c:
+                table[group, pairs, lane, 0] = bias[c]
             if (c := first + CHANNEL_OF_LANE[lane]) < g.problem.c:
                 for tap in range(taps):
                     table[group, tap // 2, lane, tap % 2] = weight[c, tap]
@@ -206,8 +207,7 @@ def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.nda
             continue
         taps, pairs = math.prod(p.kernel), table.shape[1] - 1
         for j in range(4):
-            k = channel_of_k(g, 8 * j + 2 * T)
-            d = np.stack([table[group, pairs, k[:, None] + [0, 1], 0]] * 2)
+            d = np.stack([table[group, pairs, 8 * T[:, None] + 2 * j + [0, 1], 0]] * 2)
             mine = j == (G // 2 - T) % 4
             for pair in range(pairs):
                 own = range(2 * pair, min(2 * pair + 2, taps))

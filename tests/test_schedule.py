@@ -65,7 +65,8 @@ def test_maps_of_one_row_have_tiles_along_it(layout: str):
         geometry = Geometry(row, schedule)
         assert (geometry.item_q, geometry.tiles_down) == (geometry.tile_q * across, 1)
     square = candidates(problem_of(LEAD, "bf16", layout), "sm_90a", "sm90")
-    assert not any(schedule.side_by_side for schedule in square)
+    turned = [schedule for schedule in square if layout == "contiguous" and schedule.mma_q]
+    assert not any(schedule.side_by_side for schedule in square if schedule not in turned)
 
 
 def test_portable_supports_everything_everywhere():

@@ -18,7 +18,7 @@ from problems import problem_of
 from protocol import Barrier, Memory, Registers, Wait, Warp, Warpgroup
 from separable import Case
 
-from cutlass_sep.schedule import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Geometry, Schedule, candidates, check
+from cutlass_sep.schedule import CONSUMER_REGISTERS, Geometry, Schedule, candidates, check
 
 ARCH = "sm_90a"
 LATE = Case(n=1, c=512, o=512, h=7, w=7)
@@ -112,9 +112,9 @@ class Machine(protocol.Machine):
         beside = [self.turn(warp) if g.turned else iter(()) for warp in range(TURNING_WARPS)]
         consumers = [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
         self.warps = [
-            self.resized(warp, launched, PRODUCER_REGISTERS[s.warpgroups]) for warp in (self.produce(), *beside)
+            self.resized(warp, launched, g.producer_registers) for warp in (self.produce(), *beside)
         ]
-        self.warps += [self.resized(warp, launched, CONSUMER_REGISTERS[s.warpgroups]) for warp in consumers]
+        self.warps += [self.resized(warp, launched, g.consumer_registers) for warp in consumers]
 
     def resized(self, warp: Warp, held: int, wanted: int) -> Warp:
         yield from self.registers.change(held, wanted)
@@ -380,9 +380,9 @@ def test_more_registers_than_a_launch_gives_stop(monkeypatch: pytest.MonkeyPatch
     assert check(problem, schedule, ARCH)
     run(Machine(Geometry(problem, schedule)), 0)
     launched = 65536 // (128 * (warpgroups + 1)) // 8 * 8
-    room = (warpgroups + 1) * launched - warpgroups * CONSUMER_REGISTERS[warpgroups]
+    room = (warpgroups + 1) * launched - warpgroups * Geometry(problem, schedule).consumer_registers
     for registers in (room, room + 8):
-        monkeypatch.setitem(PRODUCER_REGISTERS, warpgroups, registers)
+        monkeypatch.setattr(Geometry, "producer_registers", registers)
         if registers == room:
             run(Machine(Geometry(problem, schedule)), 0)
         else:

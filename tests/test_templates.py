@@ -24,7 +24,7 @@ from cutlass_sep.compiler import Cubin
 from cutlass_sep.errors import CompileError
 from cutlass_sep.planner import candidates
 from cutlass_sep.problem import ACTIVATIONS, Problem
-from cutlass_sep.schedule import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Geometry, Schedule
+from cutlass_sep.schedule import Geometry, Schedule
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -225,14 +225,13 @@ class Build:
         return self.mains if self.form == "fused" or chosen.mma_q else set()
 
     @property
-    def warpgroups(self) -> dict[str, int]:
-        """Consumer warpgroups of those that share registers out as the separable operator does."""
+    def geometries(self) -> dict[str, Geometry]:
+        """Those of the main kernels that share registers out as the separable operator does."""
         if self.path != "sm90" or self.form == "fused":
             return {}
-        parts = ("expand", "project") if self.form else ()
-        return {part: getattr(self.chosen, part).warpgroups for part in parts} or {
-            "separable2d": self.chosen.warpgroups
-        }
+        if not self.form:
+            return {"separable2d": Geometry(self.problem, self.chosen)}
+        return {part: Geometry(getattr(self.problem, part), getattr(self.chosen, part)) for part in ("expand", "project")}
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -378,10 +377,11 @@ def test_code(build: Build, tmp_path: Path):
         assert spills.pop(main) <= DIAGONAL_SPILLS
     assert not any(spills.values()), spills
     # setmaxnreg: the warps of a block ask for as many registers as the schedule says, and the launch gives them.
-    for main, warpgroups in build.warpgroups.items():
+    for main, geometry in build.geometries.items():
         taken = [int(count, 16) for count in re.findall(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP\d+, (0x\w+)", codes[main])]
         kept = [int(count, 16) for count in re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x\w+)", codes[main])]
-        assert (taken, kept) == ([CONSUMER_REGISTERS[warpgroups]], [PRODUCER_REGISTERS[warpgroups]])
+        assert (taken, kept) == ([geometry.consumer_registers], [geometry.producer_registers])
+        warpgroups = geometry.schedule.warpgroups
         assert kept[0] + warpgroups * taken[0] <= (warpgroups + 1) * cubin.resources[main].registers
     # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin).
     assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", cubin.log), cubin.log
