@@ -459,9 +459,11 @@ class Geometry:
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         if s.mma_q:
-            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, where
-            # windows are turned, or if the warpgroups split the channels, sooner.
-            others = 60 if s.warpgroups == 3 or (self.turned and not self.march) else 44
+            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, if they
+            # split the channels, or where windows are turned, sooner.
+            others = 60 if s.warpgroups == 3 else 44
+            if self.turned and not self.march:
+                others = 80 if s.warpgroups == 3 or not s.side_by_side else 60
             return accumulators + 4 * self.live_matrices + max(others, 84 * s.split_channels)
         values = s.blocks * 2 * lane_channels * self.mma_steps
         fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks

@@ -109,6 +109,9 @@ struct WorkItem {
   using L = Sm90Layout<Config>;
   int n, p, q, oc_tile, steps;  // image, first output row and column, tile of output channels, warpgroup tiles down
 
+  CUTLASS_DEVICE static int count(Arguments const& args) {
+    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kItemQ) * L::G::kOcTiles;
+  }
   CUTLASS_DEVICE WorkItem(Arguments const& args, int index) {
     int const strips = ceil_div(args.q, L::kItemQ), rows = args.steps * L::kTileP;
     oc_tile = index % L::G::kOcTiles;
@@ -120,8 +123,6 @@ struct WorkItem {
     n = index / blocks;
     steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kTilesDown;
   }
-  /// Whether there is such an item: images come last, so that none follows one that is not there.
-  CUTLASS_DEVICE bool exists(Arguments const& args) const { return n < args.n; }
   /// Slots of the ring that its rows take.
   CUTLASS_DEVICE int slots() const { return L::kWholeWindow ? 1 : L::G::window_rows(steps * L::kTileP); }
 };
@@ -204,10 +205,10 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
   RingCursor<Config::kRowSlots> row;
   RingCursor<Config::kWeightSlots> weight;
   FullBarrier* const row_landed = L::G::kTurned ? shared.row_landed : shared.row_full;
+  int const items = WorkItem<Config>::count(args);
   bool first = true;
-  for (int index = blockIdx.x;; index += gridDim.x) {
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
-    if (!item.exists(args)) break;
     int const w = item.q * Config::kStrideW - args.pad_left - Config::kPhase;
     int const rows = item.slots();
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
@@ -238,12 +239,9 @@ CUTLASS_DEVICE void turn(Arguments const& args, Sm90Shared<Config> const& shared
   using L = Sm90Layout<Config>;
   using Row = TurnedRow<Config, L::kColumns>;
   Row const turned(lane);
+  int const items = WorkItem<Config>::count(args);
   int slots = 0;
-  for (int index = blockIdx.x;; index += gridDim.x) {
-    WorkItem<Config> const item(args, index);
-    if (!item.exists(args)) break;
-    slots += item.slots() * L::G::kChunks;
-  }
+  for (int index = blockIdx.x; index < items; index += gridDim.x) slots += WorkItem<Config>(args, index).slots() * L::G::kChunks;
   RingCursor<Config::kRowSlots> row;
   CUTLASS_PRAGMA_NO_UNROLL
   for (; slots > 0; --slots) {
@@ -735,10 +733,10 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
     weight.advance();
   };
 
+  int const items = WorkItem<Config>::count(args);
   CUTLASS_PRAGMA_NO_UNROLL
-  for (int index = blockIdx.x;; index += gridDim.x) {
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
-    if (!item.exists(args)) break;
     int const rows = item.slots();
     auto const release_chunk = [&] {
       release(rows);
