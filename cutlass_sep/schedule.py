@@ -685,8 +685,9 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
 
 
 def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
-    """Shapes for contiguous rows that are turned: up to 128 columns a warpgroup, for stores of up to 256 bytes. With as many
-    sums as a warpgroup can have, registers suffice where it knows its place in the item.
+    """Shapes for contiguous rows that are turned: up to 128 columns a warpgroup, for stores of up to 256 bytes.
+
+    Beside as many sums as a warpgroup can have, registers suffice where the warpgroups do not take turns.
     """
     one_row = is_one_row(problem)
     slot = padded if padded <= 128 else 64

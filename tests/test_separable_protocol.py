@@ -111,9 +111,7 @@ class Machine(protocol.Machine):
         self.registers, launched = Registers(), 65536 // g.threads // 8 * 8
         beside = [self.turn(warp) if g.turned else iter(()) for warp in range(TURNING_WARPS)]
         consumers = [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
-        self.warps = [
-            self.resized(warp, launched, g.producer_registers) for warp in (self.produce(), *beside)
-        ]
+        self.warps = [self.resized(warp, launched, g.producer_registers) for warp in (self.produce(), *beside)]
         self.warps += [self.resized(warp, launched, g.consumer_registers) for warp in consumers]
 
     def resized(self, warp: Warp, held: int, wanted: int) -> Warp:

@@ -231,7 +231,8 @@ class Build:
             return {}
         if not self.form:
             return {"separable2d": Geometry(self.problem, self.chosen)}
-        return {part: Geometry(getattr(self.problem, part), getattr(self.chosen, part)) for part in ("expand", "project")}
+        parts = ("expand", "project")
+        return {part: Geometry(getattr(self.problem, part), getattr(self.chosen, part)) for part in parts}
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -272,7 +273,7 @@ SM90 = [
     Build("sm_90a", "bf16", "channels_last", replace(WIDE, c=1152, o=192, h=7, w=7), path="sm90"),
     Build("sm_90a", "bf16", "channels_last", replace(LONG, w=840, kernel=(1, 63), padding=(0, 31)), path="sm90"),
 ]
-#: Contiguous rows turned for tensor cores, as proposed: marched and not, with as many sums as fit; and one and two blocks
+#: Contiguous rows turned for tensor cores, as picked: marched and not, with as many sums as fit; and one and two blocks
 #: of either shape with one, two and three warpgroups.
 TURNED = [
     Build("sm_90a", "bf16", "contiguous", LEAD, path="sm90"),
