@@ -40,6 +40,8 @@ _WAVEFRONT, _HELD = 1.33, 0.5
 #: mma_q, cycles: of a warp for an mma.sync (latency of 33, four sums in turn), of the tensor cores for one; of an item
 #: whose warpgroups split the channels, for an output channel and warpgroup.
 _MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 9.6
+#: mma_q in contiguous layout, whose rows are turned: cycles of a batch of 8 matrices for the warps that turn them.
+_TURN = 30.0
 #: Instructions of an activation on one value.
 _ACTIVATION = {None: 0, "relu": 1, "relu6": 2, "hardswish": 4, "silu": 9, "gelu_tanh": 14, "gelu": 38}
 #: portable: cycles of an instruction that are counted, of a wavefront of shared memory, of that for a vector of weights
@@ -170,8 +172,9 @@ def _memory(g: Geometry, chunks: int, items: int, rows: float, device_bytes: flo
     again = max(0, rows * _row_bytes(g, p.c / chunks) - x)
     if chunks > s.weight_slots or g.oc_tiles > 1:
         again += chunks * g.stage_bytes
-    runs = 1 if g.channels_last else 1 + _RUN / (g.item_q * size)
-    return (x + y) * runs / device_bytes + again / _L2_BYTES
+    x_runs = 1 if g.channels_last else 1 + _RUN / (g.item_q * size)
+    y_runs = 1 + _RUN / (g.tile_q * size) if g.turned else x_runs
+    return (x * x_runs + y * y_runs) / device_bytes + again / _L2_BYTES
 
 
 def sm90_us(g: Geometry) -> float:
@@ -195,7 +198,9 @@ def sm90_us(g: Geometry) -> float:
 
     waits, instructions, shared, tensor = (_diagonal_tile if s.mma_q else _tile)(g, chunks)
     waits += 0 if window_copies else _ROW * (own_window + new_rows)
-    end = (g.store_groups // s.staging_groups - 1) * _STAGE
+    # Turned rows are stored from buffers in turn, of which the next has left in time, unless there is only one.
+    stores = (g.store_groups - 1) * (s.staging_groups == 1) if g.turned else g.store_groups // s.staging_groups - 1
+    end = stores * _STAGE
     if s.split_channels:  # one tile, whose passes the warpgroups take in turn
         at_work = 1.0
         waits /= s.warpgroups
@@ -206,8 +211,13 @@ def sm90_us(g: Geometry) -> float:
     waits += end / chunks
     # By FMA the schedulers are what all warps wait for, beside their own waits; mma.sync leaves others the room.
     busy = (waits, at_work * instructions) if s.mma_q else (waits + at_work * instructions,)
-    compute = math.hypot(*busy, _WAVEFRONT * (at_work * shared + new_rows * row_bytes / 128), at_work * tensor)
+    # 8 matrices of 8 pixels and 8 channels each, 16 wavefronts there and back.
+    batches = new_rows * g.atoms * g.columns / 8 if g.turned else 0
+    arriving = new_rows * row_bytes / 128 + 16 * batches
+    compute = math.hypot(*busy, _WAVEFRONT * (at_work * shared + arriving), at_work * tensor)
     copies = (1 if window_copies else new_rows) * (_ROW + _COPY * (g.atoms if g.channels_last else 1))
+    if g.turned:
+        copies = max(new_rows * g.atoms * sum(g.row_parts) * _COPY, batches * _TURN)
 
     device_bytes = min(_L2_BYTES, _DEVICE_BYTES * MULTIPROCESSORS / min(items, MULTIPROCESSORS))
     memory = _memory(g, chunks, items, rounds * new_rows, device_bytes)

@@ -42,8 +42,13 @@ SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
 #: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
 TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
-#: Registers of a consumer thread by number of consumer warpgroups (setmaxnreg; see templates/separable2d_sm90.cuh).
+#: Registers of a consumer's and a producer's thread by number of consumer warpgroups (setmaxnreg; see
+#: templates/separable2d_sm90.cuh), and where the warps that turn rows get more (Geometry.room_beside).
+#: All together they are at most what the launch gives.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+PRODUCER_REGISTERS = {1: 32, 2: 24, 3: 32}
+CONSUMERS_WITH_ROOM = {1: 240, 2: 232}
+PRODUCER_WITH_ROOM = 40
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
 #: group of packed pointwise weights.
 MAX_EXTENT = 2**28
@@ -177,17 +182,24 @@ class Geometry:
     @property
     def pixel_major(self) -> bool:
         """Whether shared memory holds x as [pixel][channel]: always on portable, which transposes while it loads."""
-        return self.channels_last or self.schedule.path == "portable"
+        return self.channels_last or self.schedule.path == "portable" or self.turned
+
+    @property
+    def turned(self) -> bool:
+        """sm90: whether contiguous rows are turned to pixel-major ones in shared memory (templates/turn_rows.cuh)."""
+        return self.schedule.mma_q > 0 and not self.channels_last
 
     @property
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
+        if self.turned:  # blocks side by side
+            return self.schedule.blocks * self.schedule.mma_q
         return self.schedule.mma_q or 8 * self.lane_q
 
     @property
     def warp_p(self) -> int:
         """Output rows of a warp's tile."""
-        return self.schedule.blocks * 16 // self.schedule.mma_q if self.schedule.mma_q else self.lane_p
+        return self.schedule.blocks * 16 // self.warp_q if self.schedule.mma_q else self.lane_p
 
     @property
     def tile_q(self) -> int:
@@ -231,17 +243,31 @@ class Geometry:
 
     @property
     def phase(self) -> int:
-        """Columns from the start of a contiguous row in shared memory to the first pixel's first tap.
+        """sm90: columns from the start of a row in shared memory to the first pixel's first tap.
 
-        TMA starts on 16-byte boundaries.
+        TMA starts contiguous rows on 16-byte boundaries.
         """
+        if self.channels_last or self.schedule.path != "sm90":
+            return 0
         return -self.problem.padding[2] % (16 // self.problem.element_size)
+
+    @property
+    def row_parts(self) -> tuple[int, int, int]:
+        """How TMA cuts a row that is turned: units of 8 columns, squares of 64, units (struct TurnedColumns)."""
+        p = self.problem
+        beside = ((p.kernel[1] - 1) * p.dilation[1] // 2 + self.phase + 4) // 8
+        left = beside if beside <= 2 else 0
+        squares, right = divmod(-(-(self.phase + self.window_cols(self.item_q)) // 8) - left, 8)
+        return (left, squares + 1, 0) if right > 2 else (left, squares, right)
 
     @property
     def columns(self) -> int:
         """Columns of a row in shared memory on sm90."""
         if self.channels_last:
             return self.window_cols(self.item_q)
+        if self.turned:
+            left, squares, right = self.row_parts
+            return 8 * (left + 8 * squares + right)
         size = self.problem.element_size
         unit = 16 // size
         size_bytes = -(-(self.phase + self.window_cols(self.item_q)) // unit) * unit * size
@@ -257,7 +283,7 @@ class Geometry:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the ring."""
-        if self.channels_last:
+        if self.pixel_major:
             return self.atoms * round_up(self.slot_rows * self.columns * 128, 1024)
         return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
 
@@ -307,6 +333,8 @@ class Geometry:
     @property
     def store_bytes(self) -> int:
         """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or pixels of an output channel."""
+        if self.turned:  # of the warpgroup's pixels
+            return min(self.tile_q * self.problem.element_size, 128)
         if not self.channels_last:
             return 8 * self.lane_q * self.problem.element_size
         pixel_bytes = self.schedule.tile_oc * self.problem.element_size
@@ -317,6 +345,8 @@ class Geometry:
         """Output channels of one TMA store."""
         if self.channels_last:
             return self.store_bytes // self.problem.element_size
+        if self.turned:
+            return next(width for width in (32, 16, 8) if self.schedule.tile_oc % width == 0)
         return 16 if self.schedule.tile_oc % 16 == 0 else 8
 
     @property
@@ -327,9 +357,11 @@ class Geometry:
     @property
     def staging_bytes(self) -> int:
         rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
-        group = blocks * round_up(rows * self.store_bytes, 1024)
+        group = 4 * blocks * round_up(rows * self.store_bytes, 1024)
+        if self.turned:
+            group = self.tile_p * self.tile_q * self.group_oc * self.problem.element_size
         warpgroups = 1 if self.schedule.split_channels else self.schedule.warpgroups
-        return 4 * warpgroups * self.schedule.staging_groups * group
+        return warpgroups * self.schedule.staging_groups * group
 
     @property
     def given_bytes(self) -> int:
@@ -345,7 +377,7 @@ class Geometry:
             weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
-        barriers = 2 * (s.row_slots + s.weight_slots) * 8
+        barriers = ((3 if self.turned else 2) * s.row_slots + 2 * s.weight_slots) * 8
         rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
         return rings + self.staging_bytes + self.given_bytes + barriers
 
@@ -381,6 +413,22 @@ class Geometry:
         return max(1, min(by_registers, by_shared, 2048 // self.threads))
 
     @property
+    def room_beside(self) -> bool:
+        """sm90: whether the warps that turn rows get registers of the consumers."""
+        s = self.schedule
+        return self.turned and s.warpgroups < 3 and (not self.march or s.blocks * s.tile_oc < 256)
+
+    @property
+    def consumer_registers(self) -> int:
+        """sm90: registers of a consumer's thread."""
+        return (CONSUMERS_WITH_ROOM if self.room_beside else CONSUMER_REGISTERS)[self.schedule.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        """sm90: registers of a thread of the producer's warpgroup."""
+        return PRODUCER_WITH_ROOM if self.room_beside else PRODUCER_REGISTERS[self.schedule.warpgroups]
+
+    @property
     def matrices(self) -> int:
         """mma.sync: matrices of 8 pixels and 8 channels that a warp's depthwise outputs need (struct PixelMatrices)."""
         (kernel_h, kernel_w), (stride_h, stride_w) = self.problem.kernel, self.problem.stride
@@ -411,9 +459,11 @@ class Geometry:
             return s.blocks * s.tile_oc // 2 + values + min(self.window_cols(2), 16) * lane_channels + 48
         accumulators = s.blocks * s.tile_oc // 2 * (2 if self.split and self.chunks > 1 else 1)
         if s.mma_q:
-            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, or if
-            # they split the channels, sooner.
+            # Four words of each matrix of x that is in use. Spills begin a little above; with three warpgroups, if they
+            # split the channels, or where windows are turned, sooner.
             others = 60 if s.warpgroups == 3 else 44
+            if self.turned and not self.march:
+                others = 80 if s.warpgroups == 3 or not s.side_by_side else 60
             return accumulators + 4 * self.live_matrices + max(others, 84 * s.split_channels)
         values = s.blocks * 2 * lane_channels * self.mma_steps
         fragments = s.blocks * 4 * (2 if self.split else self.mma_steps) + 2 * s.blocks
@@ -513,13 +563,14 @@ def check(
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
-        if max(geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels) > 256:
+        box = geometry.columns, geometry.slot_rows, 0 if geometry.channels_last else schedule.slot_channels
+        if not geometry.turned and max(box) > 256:
             many = f"{geometry.slot_rows} rows of " if geometry.slot_rows > 1 else ""
             size = f"{many}{geometry.columns} columns of {schedule.slot_channels} channels"
             return Support(False, f"{size} exceed TMA's box of 256")
-        if not geometry.channels_last and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
+        if not geometry.pixel_major and problem.element_size == 2 and problem.kernel[1] > MOST_TAPS:
             return Support(False, f"{problem.kernel[1]} taps a row of 16-bit contiguous x spill: at most {MOST_TAPS}")
-        at_hand = CONSUMER_REGISTERS[schedule.warpgroups]
+        at_hand = geometry.consumer_registers
         if geometry.registers > at_hand:
             return Support(False, f"about {geometry.registers} registers a thread, {at_hand} at hand")
         if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
@@ -537,9 +588,13 @@ def check(
 def _no_diagonals(geometry: Geometry) -> str | None:
     """Why tensor cores cannot make these depthwise outputs, or None."""
     p, s = geometry.problem, geometry.schedule
-    if p.element_size != 2 or not geometry.channels_last:
-        return f"mma.sync reads 16-bit channels_last tensors, not {p.dtype} {p.layout}"
-    if p.depthwise and s.blocks != 1:
+    if p.element_size != 2:
+        return f"mma.sync reads 16-bit tensors, not {p.dtype}"
+    if geometry.turned and (not p.depthwise or p.residual):
+        return "contiguous rows are turned for a depthwise convolution alone, without a residual"
+    if geometry.turned and s.blocks > 2:
+        return f"blocks={s.blocks} must be 1 or 2"
+    if geometry.channels_last and p.depthwise and s.blocks != 1:
         return f"blocks={s.blocks} must be 1: the matrices of more do not fit into registers"
     if p.taps > MOST_DIAGONAL_TAPS:
         return f"{p.taps} taps are unrolled, at most {MOST_DIAGONAL_TAPS}"
@@ -621,8 +676,26 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         geometry = Geometry(problem, base)
         if split and _no_split(geometry) or mma_q and _no_diagonals(geometry):
             continue
-        if geometry.registers <= CONSUMER_REGISTERS[warpgroups]:
+        if geometry.registers <= geometry.consumer_registers:
             yield from _with_rings(problem, base, arch)
+    if problem.element_size == 2 and problem.layout == "contiguous":
+        for base in _turned(problem, padded):
+            if not _no_diagonals(Geometry(problem, base)):
+                yield from _with_rings(problem, base, arch)
+
+
+def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
+    """Shapes for contiguous rows that are turned: up to 128 columns a warpgroup, for stores of up to 256 bytes.
+
+    Beside as many sums as a warpgroup can have, registers suffice where the warpgroups do not take turns.
+    """
+    one_row = is_one_row(problem)
+    slot = padded if padded <= 128 else 64
+    shapes = [(2, 4, 16), (1, 4, 16)] if one_row else [(2, 4, 16), *itertools.product((2, 1), (4, 2, 1), (8,))]
+    for tile_oc, (blocks, warps_q, mma_q) in itertools.product(_tile_ocs(problem.o), shapes):
+        besides = {one_row, one_row or warps_q == 4} - ({False} if blocks * tile_oc == 256 else set())
+        for beside in sorted(besides):
+            yield Schedule("sm90", tile_oc, slot, blocks, warps_q, 2, side_by_side=beside, mma_q=mma_q)
 
 
 def _tile_ocs(o: int) -> list[int]:
@@ -721,7 +794,8 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
         return tuple(found[:PORTABLE_CANDIDATES])
     best = {}
     for s in found:
-        best.setdefault((s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.split_channels, s.mma_q), s)
+        key = s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.side_by_side, s.split_channels, s.mma_q
+        best.setdefault(key, s)
     return tuple(best.values())[:SM90_CANDIDATES]
 
 

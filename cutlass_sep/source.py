@@ -93,7 +93,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
     values: dict[str, Any] = {
         "kChannelsLast": problem.layout == "channels_last",
         "kPixelMajor": geometry.pixel_major,
-        "kPhase": 0 if geometry.pixel_major else geometry.phase,
+        "kPhase": geometry.phase,
         "kC": problem.c,
         "kO": problem.o,
         "kKernelH": problem.kernel[0],
@@ -141,6 +141,7 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
     return {
         "name": name,
         "config": f"{name.capitalize()}Config",
+        "turned": geometry.turned,
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
         "depthwise_atom": f"SM80_16x8x16_{kind}",

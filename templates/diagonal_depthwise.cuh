@@ -11,7 +11,8 @@
 
 namespace cutlass_sep {
 
-/// Depthwise weights and bias of a chunk of channels: [32 channels][pair of taps][lane] two 16-bit taps; then [channel] the bias in fp32.
+/// Depthwise weights and bias of a chunk of channels: [32 channels][pair of taps][lane] two 16-bit taps; then in fp32 the biases of the 8 channels
+/// whose sums the lanes of a column have, [lane % 4][group of 8 channels][2].
 template <class Config>
 struct DiagonalTaps {
   static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
@@ -32,7 +33,7 @@ struct DiagonalTaps {
       int const lane = i % 32, pair = i / 32 % (kPairs + 1), group = first + i / 32 / (kPairs + 1) * 32;
       uint32_t word = 0;
       if (pair == kPairs) {
-        int const c = group + lane;
+        int const c = group + Geometry<Config>::channel_of_k(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2);
         float const bias = Config::kDwBias && c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
         word = __float_as_uint(bias);
       } else {
@@ -176,7 +177,7 @@ struct DiagonalDepthwise {
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
       float2 bias = make_float2(0.f, 0.f);
-      if constexpr (Config::kDwBias) bias = *reinterpret_cast<float2 const*>(own + T::kPairs * 128 + G::channel_of_k(8 * j + 2 * t) * 4);
+      if constexpr (Config::kDwBias) bias = *reinterpret_cast<float2 const*>(own + T::kPairs * 128 + t * 32 + j * 8);
       CUTLASS_PRAGMA_UNROLL
       for (int b = 0; b < Config::kBlocks; ++b) sum[b][j][0] = sum[b][j][2] = bias.x, sum[b][j][1] = sum[b][j][3] = bias.y;
     }

@@ -33,7 +33,8 @@ CUTLASS_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b)
 /// g and g + 8 of each 16-row block. Which pixel a row is and which channel a column is are free: both are chosen so that a lane owns
 /// adjacent pixels (a sliding window over x) and reads x without bank conflicts. Where tensor cores make the depthwise outputs (kMmaQ > 0,
 /// diagonal_depthwise.cuh), the 16 rows of a block are kMmaQ pixels of each of 16 / kMmaQ image rows in their order. `Config::kPixelMajor` says that
-/// shared memory holds x as [pixel][channel] and not as [channel][pixel]; `Config::kChannelsLast` speaks of global memory.
+/// shared memory holds x as [pixel][channel] and not as [channel][pixel]; `Config::kChannelsLast` speaks of global memory. What is contiguous
+/// there and pixel-major here is turned in between (turn_rows.cuh).
 template <class Config>
 struct Geometry {
   using Element = typename Config::Element;
@@ -46,14 +47,19 @@ struct Geometry {
   static constexpr int kInstructionChannels = kInstructionSteps * kStepChannels;
   static constexpr int kInstructions = Config::kMmaSteps / kInstructionSteps;  // issued together
   static constexpr bool kTensorDepthwise = Config::kMmaQ > 0;
+  static constexpr bool kTurned = kTensorDepthwise && !Config::kChannelsLast;
   /// Pixels of one lane: across and down.
   static constexpr int kLaneQ = Config::kPixelMajor ? 2 : 2 * Config::kBlocks;
   static constexpr int kLaneP = Config::kPixelMajor ? Config::kBlocks : 1;
   /// Pixels of one warp.
-  static constexpr int kWarpQ = kTensorDepthwise ? Config::kMmaQ : 8 * kLaneQ;
+  static constexpr int kBlocksQ = kTurned ? Config::kBlocks : 1;  // tensor cores: blocks side by side, for wide stores
+  static constexpr int kWarpQ = kTensorDepthwise ? kBlocksQ * Config::kMmaQ : 8 * kLaneQ;
   static constexpr int kWarpP = kTensorDepthwise ? Config::kBlocks * 16 / kWarpQ : kLaneP;
-  /// Within the warp's pixels, row and column of the pixel in MMA row g + 8h of block b.
-  CUTLASS_HOST_DEVICE static constexpr int pixel_p(int b, int h) { return kTensorDepthwise && Config::kMmaQ == 8 ? 2 * b + h : b; }
+  /// Within the warp's pixels, row and column of the pixel in MMA row g + 8h of block b. The column is one of block 0 where blocks lie side by side.
+  CUTLASS_HOST_DEVICE static constexpr int pixel_p(int b, int h) {
+    int const down = b / kBlocksQ;
+    return kTensorDepthwise && Config::kMmaQ == 8 ? 2 * down + h : down;
+  }
   CUTLASS_HOST_DEVICE static constexpr int pixel_q(int g, int h) {
     return !kTensorDepthwise ? kLaneQ * g + h : Config::kMmaQ == 8 ? g : g + 8 * h;
   }

@@ -3,7 +3,8 @@
 // A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the packed weights beside them.
 // Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers, by fp32 FMA (depthwise_operand.cuh) or on the
 // tensor cores (diagonal_depthwise.cuh), and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise
-// outputs never touch shared or global memory.
+// outputs never touch shared or global memory. Contiguous rows for the tensor cores are turned to pixel-major ones as they come, by the three
+// warps beside the producer (turn_rows.cuh).
 //
 // Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
@@ -14,14 +15,32 @@
 
 namespace cutlass_sep {
 
+// Of diagonal_depthwise.cuh and turn_rows.cuh, which are not there without a kernel that takes them.
+template <class Config>
+struct DiagonalDepthwise;
+template <class Config>
+struct TurnedColumns;
+template <class Config, int Columns>
+struct TurnedRow;
+
+/// Warps that turn rows.
+constexpr int kTurningWarps = 3;
+
 template <class Config>
 struct Sm90Layout {
   using G = Geometry<Config>;
   using P = PackedWeights<Config>;
   static constexpr int kWarpgroups = Config::kWarpgroups;
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 1 ? 240 : kWarpgroups == 2 ? 240 : kWarpgroups == 3 ? 160 : 112;
+  /// Turning warps, and the producer's copies beside them, get more registers where windows are turned or sums of y leave some.
+  static constexpr bool kRoomBeside = G::kTurned && kWarpgroups < 3 && (G::kChunks > 1 || Config::kBlocks * Config::kTileOc < 256);
+  static constexpr int kProducerRegisters = kRoomBeside ? 40 : kWarpgroups == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kWarpgroups == 1   ? 240
+                                            : kWarpgroups == 2 ? (kRoomBeside ? 232 : 240)
+                                            : kWarpgroups == 3 ? 160
+                                                               : 112;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // A warp waits without end for registers that neither the launch gave to the block nor other warps give back.
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * (65536 / kThreads / 8 * 8));
   /// Pixels of a warpgroup's tile.
   static constexpr int kTileQ = Config::kWarpsQ * G::kWarpQ;
   static constexpr int kTileP = 4 / Config::kWarpsQ * G::kWarpP;
@@ -29,9 +48,13 @@ struct Sm90Layout {
   /// Columns of a work item, and warpgroup tiles down it that are worked on at a time.
   static constexpr int kItemQ = Config::kSideBySide ? kWarpgroups * kTileQ : kTileQ;
   static constexpr int kTilesDown = Config::kSideBySide || Config::kSplitChannels ? 1 : kWarpgroups;
-  /// A row of the ring: channels_last [128-byte group][column][128 bytes]; contiguous [channel][column].
-  static constexpr int kColumns = Config::kChannelsLast ? G::window_cols(kItemQ)
-                                                        : ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kItemQ));
+  /// A row of the ring: channels_last, and contiguous when turned, [128-byte group][column][128 bytes]; else contiguous [channel][column].
+  CUTLASS_HOST_DEVICE static constexpr int columns() {
+    if constexpr (Config::kChannelsLast) return G::window_cols(kItemQ);
+    else if constexpr (G::kTurned) return TurnedColumns<Config>::padded(Config::kPhase + G::window_cols(kItemQ));
+    else return ChannelMajorRow<Config>::pitch(Config::kPhase + G::window_cols(kItemQ));
+  }
+  static constexpr int kColumns = columns();
   static constexpr bool kMarch = G::kChunks == 1;
   /// Rows of x in a slot of the ring: one, or a work item's.
   static constexpr bool kWholeWindow = G::kTensorDepthwise && !kMarch;
@@ -40,23 +63,31 @@ struct Sm90Layout {
   static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
   static constexpr int kAtomBytes = round_up(kSlotRows * kColumns * 128, 1024);
   static constexpr int kSlotBytes =
-      Config::kChannelsLast ? kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
+      Config::kPixelMajor ? kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
   static constexpr int kSlotTransaction = Config::kSlotChannels * kSlotRows * kColumns * G::kElementBytes;
   /// The tensor core truncates its fp32 sums: the fp32-grade form adds every chunk (64 channels) in fp32 registers instead.
   static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
   static constexpr bool kResidentWeights = G::kChunks <= Config::kWeightSlots && G::kOcTiles == 1;
   /// Epilogue staging: what one TMA store writes. channels_last: 16 pixels of a block, each kStoreBytes of output channels; contiguous: kGroupOc
-  /// output channels, each the warp's row of kStoreBytes of pixels. The 16-byte units of a row are swizzled as TMA does for that width.
+  /// output channels, each the warp's row of kStoreBytes of pixels, or where rows of x are turned, a row of the warpgroup's, up to 128 bytes at a
+  /// time. The 16-byte units of a row are swizzled as TMA does for that width.
   static constexpr int kTileOcBytes = Config::kTileOc * G::kElementBytes;
-  static constexpr int kStoreBytes = !Config::kChannelsLast    ? G::kWarpQ * G::kElementBytes
+  static constexpr int kStoreBytes = G::kTurned                ? cute::min(kTileQ * G::kElementBytes, 128)
+                                     : !Config::kChannelsLast  ? G::kWarpQ * G::kElementBytes
                                      : kTileOcBytes % 128 == 0 ? 128
                                      : kTileOcBytes % 64 == 0  ? 64
                                      : kTileOcBytes % 32 == 0  ? 32
                                                                : 16;
-  static constexpr int kGroupOc = Config::kChannelsLast ? kStoreBytes / G::kElementBytes : Config::kTileOc % 16 == 0 ? 16 : 8;
+  static constexpr int kGroupOc = Config::kChannelsLast          ? kStoreBytes / G::kElementBytes
+                                  : !G::kTurned                  ? (Config::kTileOc % 16 == 0 ? 16 : 8)
+                                  : Config::kTileOc % 32 == 0    ? 32
+                                  : cute::min(Config::kTileOc, 16);
   static constexpr int kGroups = Config::kTileOc / kGroupOc;
+  /// Turned: columns that a store has, stores of a row of the tile, bytes of one.
+  static constexpr int kStoreQ = kStoreBytes / G::kElementBytes, kStoresQ = kTileQ / kStoreQ, kStoreBoxBytes = kGroupOc * kStoreBytes;
   static constexpr int kGroupBytes = Config::kChannelsLast ? Config::kBlocks * round_up(16 * kStoreBytes, 1024)
+                                     : G::kTurned          ? kTileP * kStoresQ * kStoreBoxBytes / 4
                                                            : round_up(kGroupOc * kStoreBytes, 1024);
   static constexpr int kStagingWarpBytes = Config::kStagingGroups * kGroupBytes;
   static_assert(kGroups % Config::kStagingGroups == 0);
@@ -68,7 +99,7 @@ struct Sm90Layout {
   static constexpr int kGivenOffset = kStagingOffset + kStagingBytes;
   static constexpr int kGivenBytes = Config::kSplitChannels ? (Config::kBlocks * Config::kTileOc / 2 + 1) * 128 * 4 : 0;
   static constexpr int kBarrierOffset = kGivenOffset + (kWarpgroups - 1) * kGivenBytes;
-  static constexpr int kBarriers = 2 * (Config::kRowSlots + Config::kWeightSlots);
+  static constexpr int kBarriers = (G::kTurned ? 3 : 2) * Config::kRowSlots + 2 * Config::kWeightSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
 };
 
@@ -104,12 +135,14 @@ struct Sm90Shared {
   EmptyBarrier* row_empty;
   FullBarrier* weight_full;
   EmptyBarrier* weight_empty;
+  FullBarrier* row_landed;  // turned: a row is there, and not yet turned
 
   CUTLASS_DEVICE explicit Sm90Shared(char* raw) : base(raw) {
     row_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
     row_empty = reinterpret_cast<EmptyBarrier*>(row_full + Config::kRowSlots);
     weight_full = reinterpret_cast<FullBarrier*>(row_empty + Config::kRowSlots);
     weight_empty = reinterpret_cast<EmptyBarrier*>(weight_full + Config::kWeightSlots);
+    row_landed = reinterpret_cast<FullBarrier*>(weight_empty + Config::kWeightSlots);
   }
   CUTLASS_DEVICE char* row(int slot) const { return base + slot * L::kSlotBytes; }
   CUTLASS_DEVICE char* weights(int slot) const { return base + L::kWeightOffset + slot * L::P::kStageBytes; }
@@ -121,8 +154,9 @@ struct Sm90Shared {
 
   CUTLASS_DEVICE void initialise() const {
     for (int i = 0; i < Config::kRowSlots; ++i) {
-      row_full[i].init(1);
+      row_full[i].init(L::G::kTurned ? kTurningWarps : 1);
       row_empty[i].init(4 * L::kWarpgroups);
+      if constexpr (L::G::kTurned) row_landed[i].init(1);
     }
     for (int i = 0; i < Config::kWeightSlots; ++i) {
       weight_full[i].init(1);
@@ -132,8 +166,10 @@ struct Sm90Shared {
   }
 };
 
+/// Fills a slot of the ring. Turned: `x_map` has squares of 64 pixels and channels, `x_unit_map` 8 pixels of as many channels.
 template <class Config>
-CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, FullBarrier& barrier, char* row, int channel, int w, int h, int n) {
+CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_unit_map, FullBarrier& barrier, char* row,
+                             int channel, int w, int h, int n) {
   using L = Sm90Layout<Config>;
   auto* mbarrier = reinterpret_cast<uint64_t*>(&barrier);
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
@@ -141,21 +177,39 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, FullBarrier& barr
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kAtoms; ++atom)
       cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row + atom * L::kAtomBytes, channel + atom * L::kAtomChannels, w, h, n);
+  } else if constexpr (L::G::kTurned) {
+    using Row = TurnedRow<Config, L::kColumns>;
+    auto const load = [&](cute::TmaDescriptor const& map, char* to, int offset, int c, int r) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier, kHint, to + offset, w + offset / 128, h + r, c, n);
+    };
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int atom = 0; atom < L::kAtoms; ++atom)
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int r = 0; r < L::kSlotRows; ++r) {
+        char* const to = row + atom * L::kAtomBytes + r * L::kColumns * 128;
+        int const c = channel + atom * L::kAtomChannels;
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Row::kSquares; ++i) load(x_map, to, Row::square_offset(i), c, r);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < Row::kUnits; ++i) load(x_unit_map, to, Row::unit_offset(i), c, r);
+      }
   } else {
     cute::SM90_TMA_LOAD_4D::copy(&x_map, mbarrier, kHint, row, w, h, channel, n);
   }
 }
 
 template <class Config>
-CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_map, Sm90Shared<Config> const& shared) {
+CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_unit_map,
+                            Sm90Shared<Config> const& shared) {
   using L = Sm90Layout<Config>;
   RingCursor<Config::kRowSlots> row;
   RingCursor<Config::kWeightSlots> weight;
+  FullBarrier* const row_landed = L::G::kTurned ? shared.row_landed : shared.row_full;
   int const items = WorkItem<Config>::count(args);
   bool first = true;
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
-    int const w = item.q * Config::kStrideW - args.pad_left - (Config::kChannelsLast ? 0 : Config::kPhase);
+    int const w = item.q * Config::kStrideW - args.pad_left - Config::kPhase;
     int const rows = item.slots();
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
@@ -166,15 +220,41 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
                                        L::P::kStageBytes);
         weight.advance();
       }
+      CUTLASS_PRAGMA_NO_UNROLL
       for (int r = 0; r < rows; ++r) {
         shared.row_empty[row.slot].wait(row.parity ^ 1);
-        shared.row_full[row.slot].arrive_and_expect_tx(L::kSlotTransaction);
-        load_row<Config>(x_map, shared.row_full[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w,
+        row_landed[row.slot].arrive_and_expect_tx(L::kSlotTransaction);
+        load_row<Config>(x_map, x_unit_map, row_landed[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w,
                          item.p * Config::kStrideH - args.pad_top + r, item.n);
         row.advance();
       }
     }
     first = false;
+  }
+}
+
+/// Warp `warp` of kTurningWarps: its part of every slot, turned.
+template <class Config>
+CUTLASS_DEVICE void turn(Arguments const& args, Sm90Shared<Config> const& shared, int warp, int lane) {
+  using L = Sm90Layout<Config>;
+  using Row = TurnedRow<Config, L::kColumns>;
+  Row const turned(lane);
+  int const items = WorkItem<Config>::count(args);
+  int slots = 0;
+  for (int index = blockIdx.x; index < items; index += gridDim.x) slots += WorkItem<Config>(args, index).slots() * L::G::kChunks;
+  RingCursor<Config::kRowSlots> row;
+  CUTLASS_PRAGMA_NO_UNROLL
+  for (; slots > 0; --slots) {
+    shared.row_landed[row.slot].wait(row.parity);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int i = warp; i < L::kAtoms * L::kSlotRows * Row::kBatches; i += kTurningWarps) {
+      int const part = i / Row::kBatches;
+      turned.turn(shared.row(row.slot) + part / L::kSlotRows * L::kAtomBytes + part % L::kSlotRows * L::kColumns * 128, i % Row::kBatches);
+    }
+    cutlass::arch::fence_view_async_shared();  // TMA writes here next
+    __syncwarp();
+    if (lane == 0) shared.row_full[row.slot].arrive();
+    row.advance();
   }
 }
 
@@ -209,6 +289,28 @@ struct PointwiseMma {
         accumulate = true;
       }
     cute::warpgroup_commit_batch();
+  }
+};
+
+/// Where the warps of one warpgroup meet.
+struct TogetherBarrier {
+  int warpgroup;
+  CUTLASS_DEVICE uint32_t id() const { return 12 + warpgroup; }  // behind CUTLASS's own and those of SplitSums
+  CUTLASS_DEVICE void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(id()) : "memory"); }
+  /// Whether `value` is true in any thread.
+  CUTLASS_DEVICE bool any(bool value) const {
+    uint32_t result;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "bar.red.or.pred p, %2, 128, p;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(result)
+        : "r"(uint32_t(value)), "r"(id())
+        : "memory");
+    return result != 0;
   }
 };
 
@@ -308,6 +410,62 @@ struct Sm90Epilogue {
         *reinterpret_cast<uint32_t*>(buffer + staging_offset(staged_pixel(g, h), 0) + 4 * t) =
             pack_pair<Element>(acc[4 * first + 2 * h], acc[4 * first + 2 * h + 1]);
     }
+  }
+
+  /// Turned: kGroupOc output channels from column group `first` on of the warp's pixels, from (p, q) of the warpgroup's tile on, each with its row
+  /// of the warpgroup's pixels.
+  CUTLASS_DEVICE static void stage_tile(char* buffer, Accumulator const& acc, int first, int p, int q, int lane) {
+    constexpr int kColumns = cute::min(L::kGroupOc / 8, 2);  // column groups of a store
+    CUTLASS_PRAGMA_UNROLL
+    for (int b = 0; b < Config::kBlocks; ++b) {
+      // Matrix m of a store: row half m % 2 of column group m / 2; turned, its row is an output channel and 8 pixels.
+      int const h = lane / 8 % 2, row = p + (Config::kMmaQ == 8 ? h : 0), column = q + b * Config::kMmaQ + (Config::kMmaQ == 8 ? 0 : 8 * h);
+      char* const target = buffer + (row * L::kStoresQ + column / L::kStoreQ) * L::kStoreBoxBytes +
+                           staging_offset(lane / 16 % kColumns * 8 + lane % 8, column % L::kStoreQ / 8);
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < L::kGroupOc / 8; k += kColumns) {
+        uint32_t packed[4];
+        CUTLASS_PRAGMA_UNROLL
+        for (int m = 0; m < 2 * kColumns; ++m) {
+          int const i = 4 * (first + k + m / 2) + 2 * (m % 2);
+          packed[m] = pack_pair<Element>(acc[b][i], acc[b][i + 1]);
+        }
+        auto& to = *reinterpret_cast<cute::uint128_t*>(target + k * 8 * L::kStoreBytes);
+        if constexpr (kColumns == 2) cute::SM90_U16x8_STSM_T::copy(packed[0], packed[1], packed[2], packed[3], to);
+        else cute::SM90_U16x4_STSM_T::copy(packed[0], packed[1], to);
+      }
+    }
+  }
+
+  /// Turned: the warpgroup stages its tile together; one thread stores it. (p, q): the tile's first pixel. Returns whether `broken` is true in a
+  /// thread of the warpgroup; then the stores have landed.
+  CUTLASS_DEVICE static bool store_tile(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int warpgroup, int n, int oc,
+                                        int p, int q, int warp, int lane, bool broken) {
+    TogetherBarrier const together{warpgroup};
+    bool const first_thread = warp == 0 && lane == 0;
+    constexpr int kGroupBytes = 4 * L::kGroupBytes;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < L::kGroups; ++group) {
+      char* const buffer = staging + group % Config::kStagingGroups * kGroupBytes;
+      if (first_thread) cute::tma_store_wait<Config::kStagingGroups - 1>();  // of these buffers, in turn, the next has been read
+      together.sync();
+      stage_tile(buffer, acc, group * (L::kGroupOc / 8), warp / Config::kWarpsQ * G::kWarpP, warp % Config::kWarpsQ * G::kWarpQ, lane);
+      cute::tma_store_fence();
+      if (group + 1 < L::kGroups) together.sync();
+      else broken = together.any(broken);
+      if (first_thread) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int box = 0; box < L::kTileP * L::kStoresQ; ++box)
+          cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + box * L::kStoreBoxBytes, q + box % L::kStoresQ * L::kStoreQ, p + box / L::kStoresQ,
+                                        oc + group * L::kGroupOc, n);
+        cute::tma_store_arrive();
+      }
+    }
+    if (broken) {
+      if (first_thread) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      together.sync();
+    }
+    return broken;
   }
 
   /// contiguous: kGroupOc output channels from column group `first` on, each a row of the warp's pixels.
@@ -437,30 +595,50 @@ CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, 
   }
 }
 
+/// One of a warp's MMA blocks, for itself.
 template <class Config>
-struct DiagonalDepthwise;  // of diagonal_depthwise.cuh, which is not there without a kernel that takes it
+struct OneBlock : Config {
+  static constexpr int kBlocks = 1;
+};
 
-/// The same with the depthwise stage on the tensor cores, 32 channels at a time. An mma.sync waits for the wgmmas of its own warpgroup: the
-/// other warpgroups fill the gap.
+/// The rows under one of the blocks that lie side by side.
 template <class Config, class Rows>
-CUTLASS_DEVICE void accumulate(typename PointwiseMma<Config>::Accumulator& acc, DiagonalDepthwise<Config> const& view, Rows const& rows,
-                               char const* weights, int channels, bool zero, int lane, float& check) {
+struct BlockRows {
+  static constexpr int kAtomBytes = Rows::kAtomBytes;
+  Rows const& rows;
+  int block;
+  CUTLASS_DEVICE char const* operator()(int r) const { return rows(r) + block * Config::kMmaQ * Config::kStrideW * 128; }
+  CUTLASS_DEVICE static constexpr int phase(int r) { return Rows::phase(r); }
+};
+
+/// The same with the depthwise stage on the tensor cores, 32 channels and a block of pixels at a time. An mma.sync waits for the wgmmas of its own
+/// warpgroup: the other warpgroups fill the gap. Without a depthwise convolution x is the operand as it is, of all blocks.
+template <class Config, class View, class Rows>
+CUTLASS_DEVICE void accumulate_diagonal(typename PointwiseMma<Config>::Accumulator& acc, View const& view, Rows const& rows, char const* weights,
+                                        int channels, bool zero, int lane, float& check) {
   char const* const taps = weights + PackedWeights<Config>::kPointwiseBytes;
   int const groups = ceil_div(channels, 32);
   CUTLASS_PRAGMA_NO_UNROLL
   for (int group = 0; group < groups; ++group) {
-    OperandFragment<Config> fragment[2];
     if constexpr (Config::kDepthwise) {
-      typename DepthwiseOperand<Config>::Value value[2];
-      view.compute(value, rows, taps, group, lane);
-      cute::warpgroup_wait<0>();
+      using One = OneBlock<Config>;
+      using Accumulator = typename PointwiseMma<One>::Accumulator;
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < 2; ++i) fragment[i].assign(value + i, PixelScale<Config>{}, check);
+      for (int b = 0; b < Config::kBlocks; ++b) {
+        typename DepthwiseOperand<One>::Value value[2];
+        view.compute(value, BlockRows<Config, Rows>{rows, b}, taps, group, lane);
+        cute::warpgroup_wait<0>();
+        OperandFragment<One> fragment[2];
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 2; ++i) fragment[i].assign(value + i, PixelScale<One>{}, check);
+        PointwiseMma<One>::issue(reinterpret_cast<Accumulator&>(acc[b]), fragment, weights, 2 * group, !zero);
+      }
     } else {
+      OperandFragment<Config> fragment[2];
       cute::warpgroup_wait<0>();
       view.read(fragment, rows, group);
+      PointwiseMma<Config>::issue(acc, fragment, weights, 2 * group, !zero);
     }
-    PointwiseMma<Config>::issue(acc, fragment, weights, 2 * group, !zero);
     zero = false;
   }
 }
@@ -519,12 +697,12 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   int const warp_q = (Config::kSideBySide ? warpgroup * L::kTileQ : 0) + warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
   int const column = (warp_q + G::kLaneQ * g) * Config::kStrideW;
 
-  // Where one slot holds the item's window, the warp's first pixel in it.
+  // Pixel-major, the warp's first pixel from the start of a slot: where one holds the item's window, in it; else in its row.
   int const window_p = (L::kTilesDown == 1 ? 0 : warpgroup * L::kTileP) + warp_p;
-  int const first_pixel = window_p * Config::kStrideH * L::kColumns + warp_q * Config::kStrideW;
+  int const row_pixel = Config::kPhase + warp_q * Config::kStrideW;
   auto const view = [&] {
-    if constexpr (G::kTensorDepthwise)
-      return DiagonalDepthwise<Config>(L::kWholeWindow ? first_pixel : warp_q * Config::kStrideW, lane);
+    using View = DiagonalDepthwise<cute::conditional_t<Config::kDepthwise, OneBlock<Config>, Config>>;
+    if constexpr (G::kTensorDepthwise) return View(row_pixel + (L::kWholeWindow ? window_p * Config::kStrideH * L::kColumns : 0), lane);
     else if constexpr (Config::kChannelsLast) return PixelMajorRow<Config>(column, t);
     else return ChannelMajorRow<Config>(column, g, t, L::kColumns);
   }();
@@ -541,6 +719,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   // that it cannot be counted twice in one round of the ring.
   auto const release = [&](int end) {
     __syncwarp();
+    CUTLASS_PRAGMA_NO_UNROLL  // unrolled, it takes registers that the loops around it need
     for (; released < end; ++released) {
       auto const row = base.after(released);
       shared.row_full[row.slot].wait(row.parity);
@@ -604,10 +783,10 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
         int const channels = min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels);
         bool const zero = L::kPromote || chunk < (Config::kSplitChannels ? L::kWarpgroups : 1);
         if constexpr (L::kWholeWindow) {
-          accumulate<Config>(acc, view, WindowRows<Config>{shared.row(base.slot)}, shared.weights(slot), channels, zero, lane, check);
+          accumulate_diagonal<Config>(acc, view, WindowRows<Config>{shared.row(base.slot)}, shared.weights(slot), channels, zero, lane, check);
         } else {
           RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);
-          if constexpr (G::kTensorDepthwise) accumulate<Config>(acc, view, ring_rows, shared.weights(slot), channels, zero, lane, check);
+          if constexpr (G::kTensorDepthwise) accumulate_diagonal<Config>(acc, view, ring_rows, shared.weights(slot), channels, zero, lane, check);
           else accumulate<Config>(acc, view, ring_rows, shared.weights(slot), channels, zero, t, scale, check);
         }
         if constexpr (L::kMarch) {
@@ -638,12 +817,20 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       }
 
       Sm90Epilogue<Config>::apply(args, result, scale, item.n, oc, p, q, lane);
-      Sm90Epilogue<Config>::store(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
-      if (__any_sync(0xffffffffu, check != check)) {
-        // The bulk stores must have landed, not only left shared memory, before other lanes write over them.
-        if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        __syncwarp();
-        exact_pixels<Config>(args, item.n, oc, p, q, lane);
+      // Bulk stores must have landed, not only left shared memory, before other lanes write over them.
+      if constexpr (G::kTurned) {
+        int const tile_q = item.q + (Config::kSideBySide ? warpgroup * L::kTileQ : 0);
+        if (Sm90Epilogue<Config>::store_tile(y_map, result, shared.staging(4 * warpgroup), warpgroup, item.n, oc, p - warp_p, tile_q, warp, lane,
+                                             check != check) &&
+            __any_sync(0xffffffffu, check != check))
+          exact_pixels<Config>(args, item.n, oc, p, q, lane);
+      } else {
+        Sm90Epilogue<Config>::store(y_map, result, shared.staging(4 * warpgroup + warp), item.n, oc, p, q, lane);
+        if (__any_sync(0xffffffffu, check != check)) {
+          if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+          __syncwarp();
+          exact_pixels<Config>(args, item.n, oc, p, q, lane);
+        }
       }
     }
     if constexpr (L::kMarch) {
@@ -656,7 +843,8 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
 }
 
 template <class Config>
-CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& y_map, char* raw) {
+CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& y_map,
+                                     cute::TmaDescriptor const& x_unit_map, char* raw) {
   using L = Sm90Layout<Config>;
   Sm90Shared<Config> const shared(raw);
   int const warpgroup = cutlass::canonical_warp_group_idx();
@@ -664,13 +852,17 @@ CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor 
     shared.initialise();
     cute::prefetch_tma_descriptor(&x_map);
     cute::prefetch_tma_descriptor(&y_map);
+    if constexpr (L::G::kTurned) cute::prefetch_tma_descriptor(&x_unit_map);
   }
   __syncthreads();
   await_grid_before();
   admit_next_grid();
   if (warpgroup == L::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<L::kProducerRegisters>();
-    if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, shared);
+    int const warp = cutlass::canonical_warp_idx_sync() % 4;
+    if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, x_unit_map, shared);
+    if constexpr (L::G::kTurned)
+      if (warp > 0) turn<Config>(args, shared, warp - 1, cutlass::canonical_lane_idx());
   } else {
     cutlass::arch::warpgroup_reg_alloc<L::kConsumerRegisters>();
     consume<Config>(args, y_map, shared, warpgroup);

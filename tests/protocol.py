@@ -31,6 +31,17 @@ class Barrier:
         return lambda: self._phase % 2 != parity % 2
 
 
+class Registers:
+    """Those of a block, a warp's thread each, that no warp holds. setmaxnreg gives back, or waits for what it takes."""
+
+    def __init__(self):
+        self._free = 0
+
+    def change(self, held: int, wanted: int) -> Warp:
+        yield lambda: self._free >= wanted - held
+        self._free -= wanted - held
+
+
 class Memory:
     """Shared memory that is filled and read as a whole; `readers`: wgmma that have not completed."""
 
@@ -90,12 +101,15 @@ class Machine:
         self.warps: list[Warp] = []
         self._copies: list[Callable[[], None]] = []
 
-    def copy(self, memory: Memory, full: Barrier, data) -> None:
-        """TMA: the memory holds nothing that can be read until it has completed."""
-        memory.write(("incoming", data))
+    def copy(self, memory: Memory | list[Memory], full: Barrier, data) -> None:
+        """TMA: the memory, or all parts of it, holds nothing that can be read until it has completed."""
+        parts = memory if isinstance(memory, list) else [memory]
+        for part in parts:
+            part.write(("incoming", data))
 
         def complete() -> None:
-            memory.write(data)
+            for part in parts:
+                part.write(data)
             full.arrive()
 
         self._copies.append(complete)

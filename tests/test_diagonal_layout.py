@@ -1,8 +1,8 @@
 """The separable kernel with depthwise outputs by mma.sync, emulated lane by lane: the same values as the convolutions.
 
-By hand from templates/diagonal_depthwise.cuh, pack_weights.cuh and separable2d_sm90.cuh: whoever changes an offset
-there changes it here; what is a constant is compared with the templates' own. Values are small integers, so that every
-sum is exact.
+By hand from templates/diagonal_depthwise.cuh, turn_rows.cuh, pack_weights.cuh and separable2d_sm90.cuh: whoever changes
+an offset there changes it here; what is a constant is compared with the templates' own. Values are small integers, so
+that every sum is exact.
 """
 
 from __future__ import annotations
@@ -76,25 +76,72 @@ def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> 
     for group in range(len(table)):
         first = chunk * s.slot_channels + 32 * group
         for lane in range(32):
-            if first + lane < g.problem.c:
-                table[group, pairs, lane, 0] = bias[first + lane]
+            t, j = lane // 8, lane % 8 // 2
+            if (c := first + channel_of_k(g, np.array(8 * j + 2 * t + lane % 2))) < g.problem.c:
+                table[group, pairs, lane, 0] = bias[c]
             if (c := first + CHANNEL_OF_LANE[lane]) < g.problem.c:
                 for tap in range(taps):
                     table[group, tap // 2, lane, tap % 2] = weight[c, tap]
     return table
 
 
+def values_at(x: np.ndarray, h: np.ndarray, w: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """x [H,W,C] as TMA reads it: zeros outside."""
+    inside = (h >= 0) & (h < x.shape[0]) & (w >= 0) & (w < x.shape[1]) & (c < x.shape[2])
+    return np.where(inside, x[np.where(inside, h, 0), np.where(inside, w, 0), np.where(inside, c, 0)], 0)
+
+
 def load_window(g: Geometry, shared: Shared, base: int, x: np.ndarray, first: tuple[int, int], chunk: int, rows: int):
-    """TMA: a box of `rows` x columns pixels from (h, w) on for each 64 channels, with zeros outside x [H,W,C]."""
-    atom_bytes = round_up(rows * g.columns * 128, 1024)
+    """TMA: a box of `rows` x columns pixels from (h, w) on for each 64 channels."""
+    atom_bytes, channel = round_up(rows * g.columns * 128, 1024), chunk * g.schedule.slot_channels
+    if g.turned:
+        for atom, r in product(range(g.atoms), range(rows)):
+            row = base + atom * atom_bytes + r * g.columns * 128
+            load_row(g, shared, row, x, (first[0] + r, first[1]), channel + 64 * atom)
+            turn_row(g, shared, row)
+        return
     r, col, c = np.mgrid[:rows, : g.columns, : g.schedule.slot_channels]
-    h, w, channel = first[0] + r, first[1] + col, chunk * g.schedule.slot_channels + c
-    inside = (h >= 0) & (h < x.shape[0]) & (w >= 0) & (w < x.shape[1]) & (channel < x.shape[2])
     byte = base + c // 64 * atom_bytes + (r * g.columns + col) * 128 + c % 64 * 2
-    shared.write(
-        swizzled(byte),
-        np.where(inside, x[np.where(inside, h, 0), np.where(inside, w, 0), np.where(inside, channel, 0)], 0),
-    )
+    shared.write(swizzled(byte), values_at(x, first[0] + r, first[1] + col, channel + c))
+
+
+def load_row(g: Geometry, shared: Shared, row: int, x: np.ndarray, first: tuple[int, int], channel: int) -> None:
+    """load_row, turned: boxes of 64 channels, each with 8 or 64 pixels side by side where these pixels' channels go."""
+    column = 0
+    left, squares, right = g.row_parts
+    for width in [8] * left + [64] * squares + [8] * right:
+        c, col = np.mgrid[:64, :width]
+        byte = row + column * 128 + c * width * 2 + col * 2
+        shared.write(
+            swizzled(byte) if width == 64 else byte,
+            values_at(x, first[0] + 0 * c, first[1] + column + col, channel + c),
+        )
+        column += width
+    assert column == g.columns
+
+
+def turn_row(g: Geometry, shared: Shared, row: int) -> None:
+    """TurnedRow::turn of all batches: groups of four matrices, each a lane's row address for ldmatrix and stmatrix."""
+    left, squares, right = g.row_parts
+    r, m = LANE % 8, LANE // 8
+    load, store = m // 2 * 1024 + r * 128 + (m % 2 ^ r) * 16, m % 2 * 1024 + r * 128 + (m // 2 ^ r) * 16
+    unit_load, unit_store = LANE * 16, r * 128 + (m ^ r) * 16
+    for batch in range(8 * squares + left + right):
+        if batch < 8 * squares:
+            square, other = row + left * 1024 + batch // 8 * 8192, batch % 8 // 2
+            apart = max(other, 1)
+            first = batch % 2 * (2 if apart == 1 else 1)
+            moves = []
+            for i in (first, first ^ apart):
+                j = i ^ other
+                moves.append((square + i * 2048 + (load ^ j * 32), square + j * 2048 + (store ^ i * 32)))
+        else:
+            unit = batch - 8 * squares
+            address = row + unit * 1024 + (0 if unit < left else squares * 8192)
+            moves = [(address + k * 512 + unit_load, address + (unit_store ^ k * 64)) for k in range(2)]
+        read = [shared.read(source[:, None] + 2 * np.arange(8)).reshape(4, 8, 8) for source, _ in moves]
+        for matrices, (_, target) in zip(read, moves, strict=True):
+            shared.write(target[:, None] + 2 * np.arange(8), matrices.transpose(0, 2, 1).reshape(32, 8))
 
 
 class Rows:
@@ -146,7 +193,8 @@ def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.nda
 
     @cache
     def matrix(tap: int, b: int, h: int) -> np.ndarray:
-        pixel_p, pixel_q = (2 * b + h, 0) if s.mma_q == 8 else (b, 8 * h)
+        down, beside = (0, b * s.mma_q) if g.turned else (b, 0)
+        pixel_p, pixel_q = (2 * down + h, beside) if s.mma_q == 8 else (down, beside + 8 * h)
         row = pixel_p * p.stride[0] + tap // p.kernel[1] * p.dilation[0]
         return ldmatrix(g, shared, rows, pixel, row, pixel_q * p.stride[1] + tap % p.kernel[1] * p.dilation[1], group)
 
@@ -159,8 +207,7 @@ def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.nda
             continue
         taps, pairs = math.prod(p.kernel), table.shape[1] - 1
         for j in range(4):
-            k = channel_of_k(g, 8 * j + 2 * T)
-            d = np.stack([table[group, pairs, k[:, None] + [0, 1], 0]] * 2)
+            d = np.stack([table[group, pairs, 8 * T[:, None] + 2 * j + [0, 1], 0]] * 2)
             mine = j == (G // 2 - T) % 4
             for pair in range(pairs):
                 own = range(2 * pair, min(2 * pair + 2, taps))
@@ -206,21 +253,61 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
     for oc_tile, top, left, chunk in product(range(g.oc_tiles), tops, strips, range(g.chunks)):
         table, stage = pack_taps(g, dw, bias, chunk), pack_pointwise(g, pw, oc_tile, chunk)
         shared = Shared(s.row_slots * g.slot_bytes)
-        first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left
+        first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left - g.phase
         slot = (top + chunk) % s.row_slots  # where the ring has come to
         for i in range(0, g.window_rows(down * g.tile_p), g.slot_rows):
             base = (slot + i // g.slot_rows) % s.row_slots * g.slot_bytes
             load_window(g, shared, base, x, (first[0] + i, first[1]), chunk, g.slot_rows)
         channels = min(s.slot_channels, p.c - chunk * s.slot_channels)
+        tiles = []
         for warp_p, warp_q in warp_places(g, down):
             row = warp_p * p.stride[0]
-            pixel = warp_q * p.stride[1] + (row * g.columns if g.slot_rows > 1 else 0)
+            pixel = g.phase + warp_q * p.stride[1] + (row * g.columns if g.slot_rows > 1 else 0)
             rows, sums = Rows(g, slot, row), 0
             for group in range(-(-channels // 32)):
                 for i, fragment in enumerate(depthwise(g, shared, rows, pixel, table, group)):
                     sums = sums + wgmma(fragment, stage, g, 2 * group + i)
-            add(g, y, sums, top + warp_p, left + warp_q, oc_tile * s.tile_oc, chunk == 0)
+            if not g.turned:
+                add(g, y, sums, top + warp_p, left + warp_q, oc_tile * s.tile_oc, chunk == 0)
+            elif len(tiles := [*tiles, sums]) == 4:
+                tile_p, tile_q = warp_p // g.tile_p * g.tile_p, warp_q // g.tile_q * g.tile_q
+                store_tile(g, y, tiles, top + tile_p, left + tile_q, oc_tile * s.tile_oc, chunk == 0)
+                tiles = []
     return y
+
+
+def store_tile(g: Geometry, y: np.ndarray, sums: list, top: int, left: int, oc: int, first: bool) -> None:
+    """Sm90Epilogue::store_tile, pass by pass: the warps' sums [block][16][tile_oc] through the staged boxes to y."""
+    s, width = g.schedule, g.store_bytes
+    store_q, mma_q = width // 2, s.mma_q
+    stores_q, box_bytes = g.tile_q // store_q, g.group_oc * width
+
+    def staged(row: np.ndarray | int, unit: np.ndarray | int) -> np.ndarray | int:
+        return row * width + (unit ^ row * width >> 7 & width // 16 - 1) * 16
+
+    pairs = min(g.group_oc // 8, 2)
+    for group in range(0, s.tile_oc, g.group_oc):
+        shared = Shared(g.tile_p * stores_q * box_bytes)
+        for warp, b, k in product(range(4), range(s.blocks), range(0, g.group_oc // 8, pairs)):
+            lane = LANE[: 16 * pairs]  # those whose addresses count
+            h = lane // 8 % 2
+            row = warp // s.warps_q * g.warp_p + (h if mma_q == 8 else 0)
+            column = warp % s.warps_q * g.warp_q + b * mma_q + (0 if mma_q == 8 else 8 * h)
+            box = row * stores_q + column // store_q
+            offset = staged(lane // 16 % pairs * 8 + lane % 8, column % store_q // 8)
+            matrices = [sums[warp][b, 8 * (m % 2) : 8 * (m % 2) + 8, group + 8 * (k + m // 2) :][:, :8].T
+                        for m in range(2 * pairs)]  # fmt: skip
+            address = box * box_bytes + offset + k * 8 * width
+            assert not np.any(address % 16)
+            shared.write(address[:, None] + 2 * np.arange(8), np.concatenate(matrices))
+        o, q = np.mgrid[: g.group_oc, :store_q]
+        for box in range(g.tile_p * stores_q):
+            # TMA: 16-byte units swizzled by the address, here within the box.
+            byte = box * box_bytes + o * width + q * 2
+            values = shared.read(byte ^ (byte >> 7 & width // 16 - 1) << 4)
+            p_, q_ = top + box // stores_q, left + box % stores_q * store_q
+            own = y[p_ : p_ + 1, q_ : q_ + store_q, oc + group : oc + group + g.group_oc]
+            own[:] = values.T[None, : own.shape[1], : own.shape[2]] + (0 if first else own)
 
 
 def add(g: Geometry, y: np.ndarray, sums: np.ndarray, top: int, left: int, oc: int, first: bool) -> None:
@@ -235,16 +322,18 @@ def add(g: Geometry, y: np.ndarray, sums: np.ndarray, top: int, left: int, oc: i
 
 def random_geometry(draw: random.Random) -> Geometry:
     """A small layer under any legal schedule with mma_q."""
+    layout = draw.choice(("channels_last", "contiguous"))
     while True:
         kernel = draw.choice([(1, 1), (3, 3), (2, 4), (5, 2), (1, 5)])
         dilation = draw.choice([(1, 1), (1, 1), (2, 3), (4, 1)])
         span = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+        w = draw.randint(1, 11) if layout == "channels_last" else 8 * draw.randint(1, 25)
         case = Case(
-            n=1, c=8 * draw.randint(1, 17), o=8 * draw.randint(1, 3), h=draw.randint(1, 7), w=draw.randint(1, 11),
+            n=1, c=8 * draw.randint(1, 17), o=8 * draw.randint(1, 3), h=draw.randint(1, 7), w=w,
             kernel=kernel, stride=(draw.randint(1, 3), draw.randint(1, 3)),
             padding=tuple(s // 2 + draw.randint(s % 2, 2) for s in span), dilation=dilation, pw_bias=False,
         )  # fmt: skip
-        problem = problem_of(case, "bf16", "channels_last")
+        problem = problem_of(case, "bf16", layout)
         if kernel == (1, 1) and draw.random() < 0.5:
             problem = replace(problem, depthwise=False, dw_bias=False)
         schedule = Schedule(

@@ -67,10 +67,10 @@ def test_the_lead_shape_runs_on_sm90(variant):
     chosen = plan(problem, ARCH)
     assert chosen.path == "sm90"
     # What was measured to be best: all output channels in a tile, slots for the windows of all warpgroups; two blocks,
-    # or the depthwise stage on tensor cores.
+    # or the depthwise stage on tensor cores, of contiguous rows with wide stores.
     g = Geometry(problem, chosen.schedule)
-    diagonal = problem.element_size == 2 and problem.layout == "channels_last"
-    assert (g.oc_tiles, chosen.schedule.blocks, chosen.schedule.mma_q) == ((1, 1, 8) if diagonal else (1, 2, 0))
+    wanted = (1, 2, 0) if problem.element_size == 4 else (1, 1, 8) if problem.layout == "channels_last" else (1, 2, 16)
+    assert (g.oc_tiles, chosen.schedule.blocks, chosen.schedule.mma_q) == wanted
     assert chosen.schedule.row_slots >= g.window_rows(g.tiles_down * g.tile_p)
 
 

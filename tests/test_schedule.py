@@ -65,7 +65,8 @@ def test_maps_of_one_row_have_tiles_along_it(layout: str):
         geometry = Geometry(row, schedule)
         assert (geometry.item_q, geometry.tiles_down) == (geometry.tile_q * across, 1)
     square = candidates(problem_of(LEAD, "bf16", layout), "sm_90a", "sm90")
-    assert not any(schedule.side_by_side for schedule in square)
+    turned = [schedule for schedule in square if layout == "contiguous" and schedule.mma_q]
+    assert not any(schedule.side_by_side for schedule in square if schedule not in turned)
 
 
 def test_portable_supports_everything_everywhere():
@@ -206,13 +207,7 @@ def test_illegal_on_tensor_cores(change: dict, reason: str):
 @pytest.mark.parametrize(
     ("case", "kind", "layout", "reason"),
     [
-        (
-            Case(c=256, w=16),
-            "bf16",
-            "contiguous",
-            "mma.sync reads 16-bit channels_last tensors, not bfloat16 contiguous",
-        ),
-        (Case(c=256), "tf32", "channels_last", "mma.sync reads 16-bit channels_last tensors, not float32"),
+        (Case(c=256), "tf32", "channels_last", "mma.sync reads 16-bit tensors, not float32"),
         (Case(c=256, kernel=(13, 13), padding=6), "fp16", "channels_last", "169 taps are unrolled, at most 128"),
     ],
 )

@@ -1,8 +1,9 @@
 """The separable kernel's barriers under random interleavings, for any schedule that `check` allows.
 
-The warps do what `produce`, `consume`, `accumulate` and SplitSums of templates/separable2d_sm90.cuh do: whoever changes
-it there changes it here. Left out are registers, the staging buffers (a warp's own) and the values themselves: a sum is
-the list of the passes over an item's channels that entered it.
+The warps do what `produce`, `turn`, `consume`, `accumulate` and SplitSums of templates/separable2d_sm90.cuh do, once
+setmaxnreg has given them their registers: whoever changes it there changes it here. Left out are the staging buffers (a
+warp's own, or its warpgroup's) and the values themselves: a sum is the list of the passes over an item's channels that
+entered it.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from dataclasses import replace
 import protocol
 import pytest
 from problems import problem_of
-from protocol import Barrier, Memory, Wait, Warp, Warpgroup
+from protocol import Barrier, Memory, Registers, Wait, Warp, Warpgroup
 from separable import Case
 
-from cutlass_sep.schedule import Geometry, Schedule, candidates, check
+from cutlass_sep.schedule import CONSUMER_REGISTERS, Geometry, Schedule, candidates, check
 
 ARCH = "sm_90a"
 LATE = Case(n=1, c=512, o=512, h=7, w=7)
+TURNING_WARPS = 3
 
 
 class EmptyBarrier(Barrier):
@@ -95,17 +97,26 @@ class Machine(protocol.Machine):
         #: Tiles (item, step down, place side by side), each with a warp and the passes in its sums.
         self.done: list[tuple] = []
 
-        self.row_full = [Barrier(1) for _ in range(s.row_slots)]
+        self.row_full = [Barrier(TURNING_WARPS if g.turned else 1) for _ in range(s.row_slots)]
+        self.row_landed = [Barrier(1) for _ in range(s.row_slots)] if g.turned else self.row_full
         self.row_empty = [EmptyBarrier(4 * s.warpgroups) for _ in range(s.row_slots)]
         self.weight_full = [Barrier(1) for _ in range(s.weight_slots)]
         self.weight_empty = [EmptyBarrier(4 * s.warpgroups) for _ in range(s.weight_slots)]
         self.given_full = [NamedBarrier() for _ in range(s.warpgroups)]
         self.given_free = [NamedBarrier() for _ in range(s.warpgroups)]
-        self.rows = [Memory() for _ in range(s.row_slots)]
+        #: Each slot in parts, as many as are turned by different warps.
+        self.rows = [[Memory() for _ in range(TURNING_WARPS if g.turned else 1)] for _ in range(s.row_slots)]
         self.weights = [Memory() for _ in range(s.weight_slots)]
         self.given = [[Memory() for _ in range(4)] for _ in range(s.warpgroups)]
-        self.warps = [self.produce()]
-        self.warps += [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
+        self.registers, launched = Registers(), 65536 // g.threads // 8 * 8
+        beside = [self.turn(warp) if g.turned else iter(()) for warp in range(TURNING_WARPS)]
+        consumers = [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
+        self.warps = [self.resized(warp, launched, g.producer_registers) for warp in (self.produce(), *beside)]
+        self.warps += [self.resized(warp, launched, g.consumer_registers) for warp in consumers]
+
+    def resized(self, warp: Warp, held: int, wanted: int) -> Warp:
+        yield from self.registers.change(held, wanted)
+        yield from warp
 
     def produce(self) -> Warp:
         s = self.g.schedule
@@ -120,8 +131,24 @@ class Machine(protocol.Machine):
                 for r in range(item.slots):
                     slot, turn = row % s.row_slots, row // s.row_slots
                     yield self.row_empty[slot].wait(turn + 1)
-                    self.copy(self.rows[slot], self.row_full[slot], ("rows", item.index, chunk, r))
+                    data = ("rows", item.index, chunk, r)
+                    self.copy(self.rows[slot], self.row_landed[slot], ("landed", data) if self.g.turned else data)
                     row += 1
+
+    def turn(self, warp: int) -> Warp:
+        """A warp's part of every slot, in place."""
+        slots = self.g.schedule.row_slots
+        total = sum(item.slots * self.g.chunks for item in self.items)
+        for row in range(total):
+            yield self.row_landed[row % slots].wait(row // slots)
+            part = self.rows[row % slots][warp]
+            kind, data = part.data
+            assert kind == "landed", f"{part.data} is turned"
+            yield from self.read([(part, part.data)])
+            part.write("turning")
+            yield None
+            part.write(data)
+            self.row_full[row % slots].arrive()
 
     def seen(self, row: int) -> Wait:
         """Row number `row` is there."""
@@ -217,7 +244,11 @@ class Machine(protocol.Machine):
                     # The rows of the warp's own pixels.
                     top = first_row + warp_p * stride
                     own = [0] if whole_window(g) else range(top, top + g.window_rows(g.warp_p))
-                    rows = [(self.rows[(base + r) % s.row_slots], ("rows", item.index, chunk, r)) for r in own]
+                    rows = [
+                        (part, ("rows", item.index, chunk, r))
+                        for r in own
+                        for part in self.rows[(base + r) % s.row_slots]
+                    ]
                     weights = (self.weights[slot], ("weights", item.oc_tile, chunk))
                     yield from self.accumulate(warpgroup, warp, rows, weights)
                     if chunk < (s.warpgroups if s.split_channels else 1):
@@ -276,7 +307,9 @@ def random_geometry(draw: random.Random) -> Geometry:
     """A small layer under any legal schedule, often with the fewest slots that `check` allows."""
     while True:
         kind, layout = draw.choice(
-            (("bf16", "channels_last"),) * 4 + (("ieee", "contiguous"), ("tf32", "channels_last"))
+            (("bf16", "channels_last"),) * 3
+            + (("bf16", "contiguous"),) * 3
+            + (("ieee", "contiguous"), ("tf32", "channels_last"))
         )
         problem = problem_of(random_case(draw), kind, layout)
         diagonal = kind == "bf16"
@@ -335,6 +368,24 @@ def test_fewer_row_slots_than_check_allows_stop():
         run(Machine(Geometry(problem, enough)), 0)
         with pytest.raises(AssertionError, match="wait for ever"):
             run(Machine(Geometry(problem, fewer)), 0)
+
+
+@pytest.mark.parametrize("warpgroups", CONSUMER_REGISTERS)
+def test_more_registers_than_a_launch_gives_stop(monkeypatch: pytest.MonkeyPatch, warpgroups: int):
+    """setmaxnreg takes them from what the launch gave to the block, not from the multiprocessor."""
+    problem = problem_of(Case(c=64, o=64, h=32, w=32), "bf16", "contiguous")
+    schedule = Schedule("sm90", 64, 64, 1, 2, warpgroups, 8, 1, mma_q=8)
+    assert check(problem, schedule, ARCH)
+    run(Machine(Geometry(problem, schedule)), 0)
+    launched = 65536 // (128 * (warpgroups + 1)) // 8 * 8
+    room = (warpgroups + 1) * launched - warpgroups * Geometry(problem, schedule).consumer_registers
+    for registers in (room, room + 8):
+        monkeypatch.setattr(Geometry, "producer_registers", registers)
+        if registers == room:
+            run(Machine(Geometry(problem, schedule)), 0)
+        else:
+            with pytest.raises(AssertionError, match="wait for ever"):
+                run(Machine(Geometry(problem, schedule)), 0)
 
 
 @pytest.mark.parametrize(

@@ -45,15 +45,21 @@ def rendered(
     case: Case | Block = LEAD,
     arch: str = "sm_90a",
     form: str | None = None,
+    schedule: Schedule | None = None,
 ) -> str:
     problem = problem_of(case, kind, layout)
-    return source.render(problem, candidates(problem, arch, path, form)[0], arch)
+    return source.render(problem, schedule or candidates(problem, arch, path, form)[0], arch)
+
+
+#: Contiguous rows, turned for tensor cores.
+TURN = Schedule("sm90", 128, 64, 2, 4, 2, 10, 1, mma_q=8)
 
 
 #: Arguments of `rendered`: every translation unit that there is.
 UNITS = {
     "sm90": ("sm90",),
     "sm90-diagonal": ("sm90", "bf16", "channels_last", replace(LEAD, c=256)),
+    "sm90-turned": ("sm90", "bf16", "contiguous", LEAD, "sm_90a", None, TURN),
     "portable": ("portable",),
     "fused": ("sm90", "bf16", "contiguous", LEAD_BLOCK, "sm_90a", "fused"),
     "two_kernel-sm90": ("sm90", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
@@ -180,7 +186,7 @@ def test_the_unit_asserts_what_schedule_counts(unit: str, constant: str):
 
 @dataclass(frozen=True)
 class Build:
-    """A problem and the schedule that is picked for it."""
+    """A problem and a schedule: the one that is picked for it, or `schedule`."""
 
     arch: str
     kind: str
@@ -189,9 +195,12 @@ class Build:
     path: str = "portable"
     alignment: int = 16
     form: str | None = None
+    schedule: Schedule | None = None
 
     def __str__(self) -> str:
         form = f"-{self.form}" if self.form else "-gather" if self.chosen.gather else ""
+        if self.schedule:
+            form += f"-{self.chosen.warpgroups}x{self.chosen.blocks}x{self.chosen.mma_q}"
         return f"{self.path}-{self.arch}-{self.kind}-{self.layout}-{self.alignment}-{self.case}{form}"
 
     @property
@@ -200,7 +209,7 @@ class Build:
 
     @property
     def chosen(self) -> Schedule | BlockSchedule:
-        return candidates(self.problem, self.arch, self.path, self.form)[0]
+        return self.schedule or candidates(self.problem, self.arch, self.path, self.form)[0]
 
     @property
     def mains(self) -> set[str]:
@@ -221,6 +230,16 @@ class Build:
     def operand(self) -> str:
         """Kind of the MMAs."""
         return "fp16" if self.form == "fused" and self.kind in ("ieee", "tf32") else self.kind
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        """Those of the main kernels that share registers out as the separable operator does."""
+        if self.path != "sm90" or self.form == "fused":
+            return {}
+        if not self.form:
+            return {"separable2d": Geometry(self.problem, self.chosen)}
+        parts = ("expand", "project")
+        return {part: Geometry(getattr(self.problem, part), getattr(self.chosen, part)) for part in parts}
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -261,6 +280,20 @@ SM90 = [
     Build("sm_90a", "bf16", "channels_last", replace(WIDE, c=1152, o=192, h=7, w=7), path="sm90"),
     Build("sm_90a", "bf16", "channels_last", replace(LONG, w=840, kernel=(1, 63), padding=(0, 31)), path="sm90"),
 ]
+#: Contiguous rows turned for tensor cores, as picked: marched and not, with as many sums as fit; and one and two blocks
+#: of either shape with one, two and three warpgroups.
+TURNED = [
+    Build("sm_90a", "bf16", "contiguous", LEAD, path="sm90"),
+    Build("sm_90a", "fp16", "contiguous", replace(WIDE, h=40, w=40), path="sm90"),
+] + [
+    Build("sm_90a", kind, "contiguous", case, path="sm90", schedule=replace(TURN, **fields))
+    for kind, case, fields in (
+        ("bf16", LEAD, {"side_by_side": True, "row_slots": 8, "staging_groups": 2}),
+        ("fp16", replace(BLOCK, c=64), {}),
+        ("bf16", replace(STRIDED, c=64, h=64, w=64), {"tile_oc": 32, "warpgroups": 1, "blocks": 1}),
+        ("fp16", replace(WIDE, c=64, o=64, h=16, w=16), {"tile_oc": 64, "warpgroups": 3, "blocks": 1, "mma_q": 16}),
+    )
+]
 SHORT_BLOCK = Block(c=40, e=72, l=96, kernel=4, dilation=3, activation="hardswish", expand_bias=False)
 ODD_BLOCK = Block(c=37, e=53, l=101, kernel=6, activation="relu6", project_bias=False)
 #: The two-kernel form on every architecture, in both layouts and all arithmetics of either path; the fused one.
@@ -295,6 +328,8 @@ FUSED_SPILLS = 144
 #: The same of a kernel whose depthwise stage is on tensor cores: where the sums of 256 output channels leave it no more
 #: registers, a number of the item is kept in local memory, outside of the loops.
 DIAGONAL_SPILLS = 8
+#: The same where rows are turned: beside the most sums that fit, an activation's constants too.
+TURNED_SPILLS = 40
 #: The instruction of the pointwise GEMM, as nvdisasm writes it.
 MMA = {
     "sm90": {
@@ -338,7 +373,7 @@ def functions(text: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.parametrize("build", [*SM90, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
+@pytest.mark.parametrize("build", [*SM90, *TURNED, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
 def test_code(build: Build, tmp_path: Path):
     """Tensor instructions of the right kind and no other, no traps, no spilled registers, no serialised wgmma."""
     cubin = build.cubin()
@@ -359,8 +394,16 @@ def test_code(build: Build, tmp_path: Path):
     spills = {name: used.spill_bytes for name, used in cubin.resources.items()}
     assert spills.pop("block1d", 0) <= FUSED_SPILLS
     for main in build.depthwise_by_mma - {"block1d"}:
-        assert spills.pop(main) <= DIAGONAL_SPILLS
+        turned = build.form is None and build.geometries[main].turned
+        assert spills.pop(main) <= (TURNED_SPILLS if turned and build.problem.activation else DIAGONAL_SPILLS)
     assert not any(spills.values()), spills
+    # setmaxnreg: the warps of a block ask for as many registers as the schedule says, and the launch gives them.
+    for main, geometry in build.geometries.items():
+        taken = [int(count, 16) for count in re.findall(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP\d+, (0x\w+)", codes[main])]
+        kept = [int(count, 16) for count in re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x\w+)", codes[main])]
+        assert (taken, kept) == ([geometry.consumer_registers], [geometry.producer_registers])
+        warpgroups = geometry.schedule.warpgroups
+        assert kept[0] + warpgroups * taken[0] <= (warpgroups + 1) * cubin.resources[main].registers
     # ptxas says so when it makes the warpgroup's MMAs wait for each other (C7510 and its kin).
     assert not re.search(r"\(C75\d\d\)|Potential Performance Loss", cubin.log), cubin.log
     if build.path == "portable" and build.form is None:

@@ -24,9 +24,11 @@ class Cut(NamedTuple):
     name: str
     schedule: dict
     layer: dict
+    layout: str = "channels_last"
 
 
 ROW = {"h": 1, "w": 203, "kernel": (1, 9), "padding": (0, 4)}
+BESIDE = {"warps_q": 4, "warpgroups": 2, "side_by_side": True}
 CUTS = [
     # One pass over the channels: rows of x in the ring.
     Cut("rows", {"warps_q": 2, "warpgroups": 3, "row_slots": 16}, {"c": 40, "o": 24, "h": 23, "w": 37}),
@@ -61,13 +63,39 @@ CUTS = [
     Cut("row-stride2", {"warps_q": 4, "warpgroups": 1}, ROW | {"c": 136, "o": 64, "stride": (1, 2)}),
     Cut("row-one-pass", {"side_by_side": True, "warps_q": 4, "warpgroups": 3}, ROW | {"c": 64, "o": 96}),
     Cut("row-split", {"split_channels": True, "warps_q": 4, "warpgroups": 2}, ROW | {"c": 200, "o": 64}),
+    # Contiguous rows, turned: two blocks of 16 columns or 8, one; warpgroups beside and below each other.
+    Cut("rows-turned-wide",
+        BESIDE | {"blocks": 2, "mma_q": 16, "row_slots": 5, "weight_slots": 1},
+        {"c": 40, "o": 120, "h": 21, "w": 304}, "contiguous"),
+    Cut("rows-turned-buffers",
+        {"blocks": 2, "mma_q": 16, "warps_q": 4, "warpgroups": 2, "row_slots": 8, "staging_groups": 2},
+        {"c": 64, "o": 128, "h": 19, "w": 144, "n": 3}, "contiguous"),
+    Cut("rows-turned-beside", BESIDE | {"blocks": 2, "row_slots": 9}, {"c": 64, "o": 40, "w": 136}, "contiguous"),
+    Cut("rows-turned-stride2", {"warps_q": 4, "warpgroups": 2, "row_slots": 12},
+        {"c": 64, "o": 64, "stride": 2, "h": 31, "w": 144}, "contiguous"),
+    Cut("rows-turned-dilated", {"blocks": 2, "warps_q": 2, "warpgroups": 2, "row_slots": 16},
+        {"c": 24, "o": 16, "dilation": (2, 3), "padding": (2, 3), "w": 40}, "contiguous"),
+    Cut("rows-turned-7x7", {"warps_q": 1, "warpgroups": 2, "row_slots": 24},
+        {"c": 24, "o": 40, "kernel": 7, "padding": 3, "w": 40}, "contiguous"),
+    Cut("rows-turned-two-atoms", {"slot_channels": 128, "warps_q": 4, "warpgroups": 2, "row_slots": 6},
+        {"c": 104, "o": 72, "w": 56}, "contiguous"),
+    Cut("rows-turned-oc-tiles", {"tile_oc": 64, "warps_q": 4, "warpgroups": 1, "row_slots": 9, "staging_groups": 2},
+        {"c": 32, "o": 136, "w": 72}, "contiguous"),
+    Cut("windows-turned-wide",
+        BESIDE | {"tile_oc": 256, "row_slots": 3, "staging_groups": 4},
+        {"c": 200, "o": 264, "w": 88}, "contiguous"),
+    Cut("windows-turned-down", {"warps_q": 2, "warpgroups": 2}, {"c": 136, "o": 96, "w": 24, "h": 21}, "contiguous"),
+    Cut("windows-turned-stride2", {"warps_q": 4, "warpgroups": 2, "row_slots": 1},
+        {"c": 72, "o": 64, "stride": 2, "h": 27, "w": 80}, "contiguous"),
+    Cut("row-turned", BESIDE | {"blocks": 2, "row_slots": 3},
+        ROW | {"c": 72, "o": 64, "w": 200}, "contiguous"),
 ]  # fmt: skip
 cuts = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
 
 
 def cut_problem(cut: Cut, variant: str, **more) -> tuple[SeparableConv2dProblem, Schedule]:
     fields = {"n": 2, "h": 30, "w": 33, "kernel": 3, "padding": 1} | cut.layer | more
-    problem = make_problem(variant, "channels_last", **fields)
+    problem = make_problem(variant, cut.layout, **fields)
     tile_oc = next(oc for oc in (16, 32, 64, 96, 128, 192, 256) if oc >= min(problem.o, 128))
     base = {"path": "sm90", "tile_oc": tile_oc, "slot_channels": 64, "blocks": 1, "row_slots": 2, "weight_slots": 2}
     schedule = Schedule(**base | {"mma_q": 16 if problem.p == 1 else 8} | cut.schedule)
@@ -92,6 +120,7 @@ def test_the_cuts_are_what_their_names_say():
         assert g.march == (cut.name.startswith("rows") or cut.name == "row-one-pass"), cut
         assert (g.slot_rows == 1) == cut.name.startswith("row"), cut
         assert ("split" in cut.name) == schedule.split_channels, cut
+        assert ("turned" in cut.name) == g.turned, cut
         # The last tile, pass or group of channels is ragged somewhere.
         ragged = (problem.q % g.tile_q, problem.p % g.tile_p, problem.c % 64, problem.o % schedule.tile_oc)
         assert any(ragged), cut
@@ -124,3 +153,17 @@ def test_values_that_are_not_finite(machine, generator: torch.Generator, cut: Cu
         inner = [slice(d * (k - 1), extent - d * (k - 1)) for d, k, extent in spans]
         where = (..., *inner) if which == 1 else (...,)
         compare(problem, tensors, run(machine, problem, schedule, tensors), where)
+
+
+@cuts
+def test_depthwise_outputs_beyond_fp16(machine, generator: torch.Generator, cut: Cut):
+    """They are no operand of the MMA, but y has them in it."""
+    problem, schedule = cut_problem(cut, "fp16")
+    x, dw_weight, pw_weight, *biases = draw(problem, generator)
+    dw_weight[1], pw_weight[:, 1] = 300.0, 2.0**-10
+    x[-1, 1, problem.h // 2, problem.w // 2] = 300.0
+    tensors = x, dw_weight, pw_weight, *biases
+    hidden = accuracy.depthwise(problem, x.double(), dw_weight.double(), biases[0].double())
+    assert hidden.abs().max() > 65504
+    want = compare(problem, tensors, run(machine, problem, schedule, tensors))
+    assert want.isfinite().all()
