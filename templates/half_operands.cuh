@@ -2,9 +2,10 @@
 // by a power of two that brings the largest of its group close to the end of fp16's range, and sums are divided by it. For fp32-grade products an
 // operand has a second, low part, which is what rounding left of it: 22 bits together. The product of both low parts is left out.
 //
-// Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel if they are operands, and, of a tile, a hidden channel and all
-// activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and |activation(m)| <= |m|: they never
-// overflow. A group with a value that is not finite becomes NaN, and so is computed again. A value below 2^-29 of the largest in its group loses digits.
+// Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel if they are operands, and, of a tile, a
+// hidden channel and all activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and
+// |activation(m)| <= |m|: they never overflow. A group with a value that is not finite becomes NaN, and so is computed again. A value below
+// 2^-29 of the largest in its group loses digits.
 #pragma once
 
 namespace cutlass_sep {
@@ -18,8 +19,9 @@ CUTLASS_DEVICE float warp_max(float x) {
 /// Workspace before the packed weights: x in fp16, in its own layout, the low part as further channels; the inverse scale of each 8 positions,
 /// [N][ceil(L / 8)].
 ///
-/// Packed: of each chunk the taps (ToeplitzTaps, Fp32Taps) and its channels (HiddenChannel); from kPackedExpand and kPackedProject on the fp16 weights, the
-/// low part as further rows; from kPackedScales on the inverse scales of kTileOc rows of the project weights, and a bound of each slice of hidden channels.
+/// Packed: of each chunk the taps (ToeplitzTaps, Fp32Taps) and its channels (HiddenChannel); from kPackedExpand and kPackedProject on the fp16
+/// weights, the low part as further rows; from kPackedScales on the inverse scales of kTileOc rows of the project weights, and a bound of each
+/// slice of hidden channels.
 template <class Config>
 struct HalfOperands {
   using Half = cutlass::half_t;
@@ -82,7 +84,7 @@ struct HalfOperands {
     }
   }
 
-  /// Row `row` of `Rows` of `Count` weights (a multiple of 4), by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
+  /// Row `index` of `Rows` of `Count` weights (a multiple of 4), by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
   template <int Rows, int Count>
   CUTLASS_DEVICE static float pack_row(void const* weights, Half* halves, int index, int lane, float& norm) {
     float const* const row = static_cast<float const*>(weights) + int64_t(index) * Count;

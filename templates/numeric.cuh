@@ -65,8 +65,8 @@ CUTLASS_DEVICE uint32_t tf32_operand(float x) {
   return r;
 }
 
-/// What to multiply values by that are to become fp16, none larger than `bound`: the power of two that takes it to [2^14, 2^15), at most 2^100. NaN where
-/// that is below 2^-100, as for a bound that is not finite: values beside it would become 0.
+/// What to multiply values by that are to become fp16, none larger than `bound`: the power of two that takes it to [2^14, 2^15), at most 2^100.
+/// NaN where that is below 2^-100, as for a bound that is not finite: values beside it would become 0.
 CUTLASS_DEVICE float half_scale(float bound) {
   int const exponent = 14 - (int(__float_as_uint(bound) >> 23) - 127);
   return exponent < -100 ? __int_as_float(0x7fffffff) : __uint_as_float((127 + min(exponent, 100)) << 23);

@@ -1,9 +1,9 @@
 // One small launch before the operator: both weights, converted and laid out as the main kernel's shared memory wants them.
 //
 // Workspace: [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
-// output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme scales). A stage holds the pointwise weights as K-major MMA operands
-// [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled], then the depthwise weights of DepthwiseWeights. Channels and
-// output channels past the end are zero.
+// output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme
+// scales). A stage holds the pointwise weights as K-major MMA operands [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled],
+// then the depthwise weights of DepthwiseWeights or DiagonalTaps. Channels and output channels past the end are zero.
 #pragma once
 
 namespace cutlass_sep {

@@ -18,7 +18,7 @@ struct Arguments {
   void const* expand_bias;    // [kC] or null
   int n, h, w, p, q;       // P, Q: output height and width
   int pad_top, pad_left;
-  int steps;               // warpgroup tiles down one work item (1 when the channels take more than one pass)
+  int steps;               // warpgroup tiles down one work item where it is marched down (separable2d_sm90.cuh)
 };
 
 /// Threads of a block of pack_weights, the small launch before the main kernels.

@@ -11,6 +11,8 @@
 // step a warpgroup and the rows come once for every chunk of channels; for tensor cores they come as one window, a slot of the ring. The
 // warpgroups' tiles lie below each other, with `kSideBySide` (maps of one row) next to each other along W. With `kSplitChannels` they have one
 // tile, take the chunks in turn, and the first adds up what all of them have.
+//
+// tests/test_separable_protocol.py goes through the waits and arrivals of all warps in random order: whoever changes them here changes them there.
 #pragma once
 
 namespace cutlass_sep {
@@ -36,8 +38,7 @@ struct Sm90Layout {
   static constexpr int kProducerRegisters = kRoomBeside ? 40 : kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 1   ? 240
                                             : kWarpgroups == 2 ? (kRoomBeside ? 232 : 240)
-                                            : kWarpgroups == 3 ? 160
-                                                               : 112;
+                                                               : 160;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // A warp waits without end for registers that neither the launch gave to the block nor other warps give back.
   static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <= (kWarpgroups + 1) * (65536 / kThreads / 8 * 8));
