@@ -47,9 +47,10 @@ CONSTANTS = {
     "diagonal": ("_MARCH", "_SPLIT"),
     "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
     "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
+    "fused fp32": ("_FUSED_FMA", "_FUSED_TAP", "_FUSED_OUTPUT"),
 }  # fmt: skip
 #: Kinds whose constants are fitted together.
-TOGETHER = (("sm90", "diagonal"), ("portable",), ("fused",))
+TOGETHER = (("sm90", "diagonal"), ("portable",), ("fused",), ("fused fp32",))
 #: An error of this size, in its logarithm, is where outliers begin: they count in proportion, not squared.
 _SMALL = 0.05
 #: Share of an estimate's own error beside that of its order among a case's, which decides what is picked.
@@ -122,7 +123,7 @@ def _estimate(problem: Problem, schedule: Schedule | BlockSchedule) -> tuple[str
         return _kind(schedule), _of_geometry(Geometry(problem, schedule))
     if schedule.form == "fused":
         fused = FusedGeometry(problem, schedule.tile)
-        return "fused", lambda: estimate.fused_us(fused)
+        return "fused fp32" if fused.scaled else "fused", lambda: estimate.fused_us(fused)
     halves = (problem.expand, schedule.expand), (problem.project, schedule.project)
     first, second = (_of_geometry(Geometry(half, part)) for half, part in halves)
     return _kind(schedule.project), lambda: first() + second() - estimate.SHARED_US
