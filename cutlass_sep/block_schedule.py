@@ -331,6 +331,9 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
         return f"a halo of {geometry.halo} positions makes windows of {geometry.positions}: at most {most}"
     if max(p.n, p.l, p.e) > separable.MAX_EXTENT or max(geometry.tiles, geometry.pack_blocks) >= separable.MOST_ITEMS:
         return "kernels count in 32 bits"
+    widest = FusedGeometry(p, replace(_least_tile(p), tile_oc=FUSED_TILE_OCS[-1]))
+    if widest.workspace_bytes >= 2**31:  # the template counts its bytes in int
+        return f"{p.e} hidden channels make {widest.workspace_bytes} bytes of packed weights: less than 2 GiB fit"
     return None
 
 

@@ -65,8 +65,12 @@ def pytorch(op: Operation, name: str, directory: str | os.PathLike[str]) -> None
 
 
 def _check_folder(folder: Path, name: str, check: str) -> None:
-    """Raise FileExistsError for a folder with files that are not of an earlier emission, whose check began alike."""
-    if not folder.is_dir() or not any(folder.iterdir()):
+    """Raise FileExistsError for a folder with files that are not of an earlier emission, whose check began alike, and
+    for what is no folder.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is no folder")
+    if not folder.exists() or not any(folder.iterdir()):
         return
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         if (folder / _CHECK).read_bytes().splitlines()[:1] == check.encode().splitlines()[:1]:

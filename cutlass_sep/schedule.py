@@ -695,7 +695,7 @@ def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
     one_row = is_one_row(problem)
     shapes = [(2, 4, 16), (1, 4, 16)] if one_row else [(2, 4, 16), *itertools.product((2, 1), (4, 2, 1), (8,))]
     for tile_oc, (blocks, warps_q, mma_q) in itertools.product(_tile_ocs(problem.o), shapes):
-        besides = {one_row, one_row or warps_q == 4} - ({False} if blocks * tile_oc == 256 else set())
+        besides = {one_row, one_row or warps_q == 4} - ({False} if blocks * tile_oc >= 192 else set())
         for beside in sorted(besides):
             yield Schedule("sm90", tile_oc, padded, blocks, warps_q, 2, side_by_side=beside, mma_q=mma_q)
 

@@ -110,6 +110,16 @@ def test_what_kernels_cannot_count_has_none():
             SeparableConvBlock1d(longer, one, one, one, arch="sm_90a", **options)
 
 
+def test_packed_weights_that_the_fused_form_cannot_count_run_in_two_kernels():
+    problem = make(Block(n=1, c=32, e=2**24, l=1024, kernel=3)).problem  # 4 GiB of weights
+    answer = cutlass_sep.supports(problem, "sm90", "sm_90a", "fused")
+    assert not answer and "less than 2 GiB fit" in answer.reason
+    assert planner.plan(problem, "sm_90a").form == "two_kernel"
+    fits = replace(problem, e=2**21)
+    geometry = block_schedule.FusedGeometry(fits, candidates(fits, "sm_90a", form="fused")[0].tile)
+    assert 2**29 < geometry.workspace_bytes < 2**31
+
+
 def test_supports_agrees_with_candidates_where_the_stand_in_does_not_fit():
     problem = make(Block(c=8, e=8, o=2**20, l=3, kernel=2, residual=False), layout="channels_last").problem
     for path in PATHS:

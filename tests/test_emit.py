@@ -89,6 +89,15 @@ def test_refuses_a_folder_of_other_files(op, project, there, tmp_path, monkeypat
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_file_in_place_of_the_folder_is_refused_before_compiling(op, tmp_path):
+    built, file = copy.copy(op), tmp_path / "file"
+    file.write_text("mine")
+    built.compile = lambda: pytest.fail("compiled for nothing")
+    with pytest.raises(FileExistsError, match="file is no folder"):
+        emit.pytorch(built, "my_conv", file)
+    assert file.read_text() == "mine"
+
+
 def test_an_interrupted_emission_is_taken_up_again(op, tmp_path, monkeypatch):
     def failing(path, *arguments, **options):
         if path.name != "check.py":

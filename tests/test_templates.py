@@ -294,6 +294,8 @@ TURNED = [
         ("fp16", replace(WIDE, c=64, o=64, h=16, w=16), {"tile_oc": 64, "warpgroups": 3, "blocks": 1, "mma_q": 16}),
     )
 ]
+#: Windows of 176 positions.
+WIDE_BLOCK = Block(n=8, c=64, e=128, o=128, l=512, kernel=16, dilation=3, activation="relu6", residual=False)
 SHORT_BLOCK = Block(c=40, e=72, l=96, kernel=4, dilation=3, activation="hardswish", expand_bias=False)
 ODD_BLOCK = Block(c=37, e=53, l=101, kernel=6, activation="relu6", project_bias=False)
 #: The two-kernel form on every architecture, in both layouts and all arithmetics of either path; the fused one.
@@ -320,11 +322,13 @@ FUSED = [
         for layout in ("contiguous", "channels_last")
         for case in (LEAD_BLOCK, SHORT_BLOCK)
     ),
+    Build("sm_90a", "tf32", "channels_last", WIDE_BLOCK, path="sm90", form="fused"),
 ]
 #: Bytes that a thread of the fused form may spill. Two project warpgroups of 160 registers, for 128 sums at the lead
 #: shape, leave 104 to the expand warpgroup, beside 72 sums of its own, and 88 to the depthwise one; nearly all spills
-#: are in these two. Lead shape: up to 48 bytes under NVRTC 13.0; the short block: up to 108, under newer NVRTCs 128.
-FUSED_SPILLS = 144
+#: are in these two. Lead shape: up to 48 bytes under NVRTC 13.0; the short block: up to 108, under newer NVRTCs 128;
+#: tf32 with the widest windows, whose sums are 88: 160.
+FUSED_SPILLS = 160
 #: The same of a kernel whose depthwise stage is on tensor cores: where the sums of 256 output channels leave it no more
 #: registers, a number of the item is kept in local memory, outside of the loops.
 DIAGONAL_SPILLS = 8

@@ -69,6 +69,8 @@ class Worker:
         return outcome
 
     def _ask(self, *arguments: Any) -> Outcome:
+        if self._process is not None and not self._process.is_alive():
+            self._stop()  # it ended while nobody asked, which the next peer is not to blame for
         if self._process is None:
             self._start()
         try:
