@@ -317,7 +317,7 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
     """Why no fused schedule can run this problem, whatever its rings are; None if one may."""
     p = problem
     if path != "sm90" or arch != "sm_90a":
-        return f"the fused form is there on path sm90 for sm_90a alone, not on path {path} for {arch}"
+        return f"the fused form needs path sm90 and sm_90a, not {arch if path == 'sm90' else 'path ' + path}"
     if p.alignment < MAX_ALIGNMENT or (p.element_size == 2 and (p.c % 8 or p.e % 8)):
         return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
     halves = {"C": p.c, "E": p.e} | ({"L": p.l} if p.layout == "contiguous" else {})

@@ -567,7 +567,8 @@ def _about(built: Operation) -> dict[str, Any]:
 def _choice(built: Operation) -> str:
     """Path, form and what makes the depthwise outputs, for a reader."""
     last = getattr(built.schedule, "project", None) or built.schedule
-    on_tensor_cores = built.form == "fused" or bool(getattr(last, "mma_q", 0))
+    fused = built.form == "fused" and built.problem.fp32_precision != "ieee"
+    on_tensor_cores = fused or bool(getattr(last, "mma_q", 0))
     form = f", form {built.form}" if built.form else ""
     return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}"
 

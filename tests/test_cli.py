@@ -72,6 +72,15 @@ def test_what_makes_the_depthwise_outputs_is_said(run, tmp_path, arguments, stag
     assert status == 0 and stage in out
 
 
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("tf32", "fused, depthwise on tensor cores"), ("ieee", "fused, depthwise by FMA")]
+)
+def test_what_makes_a_fused_blocks_depthwise_outputs_is_said(run, tmp_path, precision, stage):
+    asked = ["emit", *SMALL_BLOCK, "--form", "fused", "--fp32-precision", precision, "--arch", "sm_90a"]
+    status, out, _ = run(*asked, "--output", str(tmp_path / "kernel.cu"))
+    assert status == 0 and stage in out
+
+
 def test_emit_prints_the_source_and_nothing_else(run):
     status, out, err = run("emit", *SMALL)
     expected = op.DepthwiseSeparableConv2d(
