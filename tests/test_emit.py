@@ -215,6 +215,9 @@ CASES = {
         Case(n=2, c=192, o=64, h=64, w=64, stride=(2, 1), padding=(2, 1), pw_bias=False),
         torch.bfloat16, "contiguous", "sm90", "sm_90a",
     ),
+    "sm90-contiguous-bfloat16-turned": (
+        Case(n=2, c=64, o=128, h=64, w=512), torch.bfloat16, "contiguous", "sm90", "sm_90a",
+    ),
     "sm90-channels_last-float16": (
         Case(n=1, c=256, o=512, h=14, w=14),
         torch.float16, "channels_last", "sm90", "sm_90a",
@@ -257,6 +260,7 @@ def test_the_host_launches_as_kernel_py_does(name, tmp_path, driver, monkeypatch
     op = uncompiled(
         make_op(case, dtype, layout, path, arch, **dict(zip(("form", "fp32_precision"), more, strict=False)))
     )
+    assert name.endswith("turned") == (path == "sm90" and getattr(op.kernel.stages[-1].geometry, "turned", False))
     host = Host(op, tmp_path, driver)
     p = op.problem
     if isinstance(case, Case):
