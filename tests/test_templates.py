@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,9 +18,9 @@ from block import Block
 from problems import KINDS, LAYOUTS, LEAD, LEAD_BLOCK, problem_of
 from separable import Case
 
-from cutlass_sep import compiler, source
+from cutlass_sep import block_schedule, compiler, source
 from cutlass_sep.arch import ARCHS
-from cutlass_sep.block_schedule import BlockSchedule
+from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry
 from cutlass_sep.compiler import Cubin
 from cutlass_sep.errors import CompileError
 from cutlass_sep.planner import candidates
@@ -434,3 +435,19 @@ def test_forms_of_the_portable_kernel():
     """The sample above holds both: with a window in shared memory, and gathering from global memory."""
     forms = {str(build.case): build.chosen.gather for build in PORTABLE}
     assert forms[str(FAR)] and not forms[str(LARGE)] and not forms[str(LONG)]
+
+
+@pytest.mark.parametrize("kind", ["ieee", "tf32"])
+def test_the_packing_launch_of_an_fp32_block_has_the_blocks_that_the_template_counts(kind):
+    """What block_schedule.py says of the grid, and no assertion of the translation unit compares, holds there."""
+    build = Build("sm_90a", kind, "contiguous", SHORT_BLOCK, path="sm90", form="fused")
+    geometry = FusedGeometry(build.problem, build.chosen.tile)
+    said = {"kPositions": block_schedule.PACK_POSITIONS, "kWeightBlocks": geometry.weight_blocks}
+    asserted = "".join(
+        f"static_assert(cutlass_sep::HalfOperands<Config>::{name} == {value});\n" for name, value in said.items()
+    )
+    text = source.render(build.problem, build.chosen, build.arch) + asserted
+    assert compiler.build(text, build.arch, name="packing-test").resources["pack_weights"].registers > 0
+    assert geometry.pack_blocks - geometry.weight_blocks == build.problem.n * math.ceil(
+        build.problem.l / said["kPositions"]
+    )
