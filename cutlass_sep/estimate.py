@@ -198,8 +198,9 @@ def sm90_us(g: Geometry) -> float:
 
     waits, instructions, shared, tensor = (_diagonal_tile if s.mma_q else _tile)(g, chunks)
     waits += 0 if window_copies else _ROW * (own_window + new_rows)
-    # Turned rows are stored from buffers in turn, of which the next has left in time, unless there is only one.
-    stores = (g.store_groups - 1) * (s.staging_groups == 1) if g.turned else g.store_groups // s.staging_groups - 1
+    # Contiguous rows are stored from buffers in turn, of which the next has left in time, unless there is only one.
+    one_buffer = s.staging_groups == 1
+    stores = g.store_groups // s.staging_groups - 1 if g.channels_last else (g.store_groups - 1) * one_buffer
     end = stores * _STAGE
     if s.split_channels:  # one tile, whose passes the warpgroups take in turn
         at_work = 1.0

@@ -198,17 +198,11 @@ class SeparableStage(Stage):
                 TensorMap(_X, ("c", "w", "h", "n"), (128 // size, g.columns, g.slot_rows, 1), 128),
                 TensorMap(_Y, ("o", "q", "p", "n"), (g.store_bytes // size, columns, 16 // columns, 1), g.store_bytes),
             ]
+        x = ("w", "h", "c", "n")
+        y = TensorMap(_Y, ("q", "p", "o", "n"), (g.store_bytes // size, 1, g.group_oc, 1), g.store_bytes)
         if g.turned:
-            x, y = ("w", "h", "c", "n"), ("q", "p", "o", "n")
-            return [
-                TensorMap(_X, x, (64, 1, 64, 1), 128),
-                TensorMap(_Y, y, (g.store_bytes // size, 1, g.group_oc, 1), g.store_bytes),
-                TensorMap(_X, x, (8, 1, 64, 1), 0),
-            ]
-        return [
-            TensorMap(_X, ("w", "h", "c", "n"), (g.columns, 1, g.schedule.slot_channels, 1), 0),
-            TensorMap(_Y, ("q", "p", "o", "n"), (8 * g.lane_q, 1, g.group_oc, 1), g.store_bytes),
-        ]
+            return [TensorMap(_X, x, (64, 1, 64, 1), 128), y, TensorMap(_X, x, (8, 1, 64, 1), 0)]
+        return [TensorMap(_X, x, (g.columns, 1, g.schedule.slot_channels, 1), 0), y]
 
 
 class FusedStage(Stage):

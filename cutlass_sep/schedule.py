@@ -85,7 +85,7 @@ class Schedule:
     warpgroups: int  # warpgroups that make depthwise outputs and run MMAs
     row_slots: int = 1  # sm90: rows of x in the ring, or windows (Geometry.slot_rows)
     weight_slots: int = 1  # sm90: chunks of weights in the ring
-    staging_groups: int = 1  # sm90: TMA stores of a warp that are staged at a time
+    staging_groups: int = 1  # sm90: groups of output channels that are staged at a time
     gather: bool = False  # portable: x is read from global memory tap by tap instead of through a tile in shared memory
     side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
     split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
@@ -332,11 +332,9 @@ class Geometry:
 
     @property
     def store_bytes(self) -> int:
-        """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or pixels of an output channel."""
-        if self.turned:  # of the warpgroup's pixels
-            return min(self.tile_q * self.problem.element_size, 128)
+        """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or the tile's pixels of a channel."""
         if not self.channels_last:
-            return 8 * self.lane_q * self.problem.element_size
+            return min(self.tile_q * self.problem.element_size, 128)
         pixel_bytes = self.schedule.tile_oc * self.problem.element_size
         return next(width for width in (128, 64, 32, 16) if pixel_bytes % width == 0)
 
@@ -356,9 +354,9 @@ class Geometry:
 
     @property
     def staging_bytes(self) -> int:
-        rows, blocks = (16, self.schedule.blocks) if self.channels_last else (self.group_oc, 1)
-        group = 4 * blocks * round_up(rows * self.store_bytes, 1024)
-        if self.turned:
+        if self.channels_last:
+            group = 4 * self.schedule.blocks * round_up(16 * self.store_bytes, 1024)
+        else:
             group = self.tile_p * self.tile_q * self.group_oc * self.problem.element_size
         warpgroups = 1 if self.schedule.split_channels else self.schedule.warpgroups
         return warpgroups * self.schedule.staging_groups * group
@@ -558,8 +556,8 @@ def check(
             return Support(False, f"split_channels=True: {reason}")
         if schedule.mma_q and (reason := _no_diagonals(geometry)) is not None:
             return Support(False, f"mma_q={schedule.mma_q}: {reason}")
-        if geometry.store_bytes > 128:
-            return Support(False, f"rows of {geometry.store_bytes} bytes are stored, TMA swizzles at most 128")
+        if not geometry.channels_last and 128 % (row_bytes := geometry.warp_q * problem.element_size):
+            return Support(False, f"a warp's rows of {row_bytes} bytes do not divide the 128 that TMA swizzles")
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")
@@ -730,8 +728,12 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
     most = 2 * geometry.window_rows(geometry.tile_p * geometry.tiles_down) + 8 if geometry.slot_rows == 1 else 4
     groups = geometry.store_groups
+    if groups <= 8:
+        stagings = [count for count in (1, 2, 4, 8) if groups % count == 0]
+    else:  # contiguous: of two buffers in turn one is free in time
+        stagings = [1, groups if geometry.channels_last else 2]
     for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
-        for staging in [count for count in (1, 2, 4, 8) if groups % count == 0] if groups <= 8 else (1, groups):
+        for staging in stagings:
             partial = replace(base, weight_slots=weight_slots, staging_groups=staging, row_slots=0)
             room = archs.SHARED_BYTES[arch] - Geometry(problem, partial).shared_bytes
             rows = min(room // (geometry.slot_bytes + 16), most)

@@ -71,11 +71,10 @@ struct Sm90Layout {
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
   static constexpr bool kResidentWeights = G::kChunks <= Config::kWeightSlots && G::kOcTiles == 1;
   /// Epilogue staging: what one TMA store writes. channels_last: 16 pixels of a block, each kStoreBytes of output channels; contiguous: kGroupOc
-  /// output channels, each the warp's row of kStoreBytes of pixels, or where rows of x are turned, a row of the warpgroup's, up to 128 bytes at a
-  /// time. The 16-byte units of a row are swizzled as TMA does for that width.
+  /// output channels, each a row of the warpgroup's pixels, up to 128 bytes at a time. The 16-byte units of a row are swizzled as TMA does for that
+  /// width.
   static constexpr int kTileOcBytes = Config::kTileOc * G::kElementBytes;
-  static constexpr int kStoreBytes = G::kTurned                ? cute::min(kTileQ * G::kElementBytes, 128)
-                                     : !Config::kChannelsLast  ? G::kWarpQ * G::kElementBytes
+  static constexpr int kStoreBytes = !Config::kChannelsLast    ? cute::min(kTileQ * G::kElementBytes, 128)
                                      : kTileOcBytes % 128 == 0 ? 128
                                      : kTileOcBytes % 64 == 0  ? 64
                                      : kTileOcBytes % 32 == 0  ? 32
@@ -85,11 +84,10 @@ struct Sm90Layout {
                                   : Config::kTileOc % 32 == 0    ? 32
                                   : cute::min(Config::kTileOc, 16);
   static constexpr int kGroups = Config::kTileOc / kGroupOc;
-  /// Turned: columns that a store has, stores of a row of the tile, bytes of one.
+  /// contiguous: columns that a store has, stores of a row of the tile, bytes of one.
   static constexpr int kStoreQ = kStoreBytes / G::kElementBytes, kStoresQ = kTileQ / kStoreQ, kStoreBoxBytes = kGroupOc * kStoreBytes;
   static constexpr int kGroupBytes = Config::kChannelsLast ? Config::kBlocks * round_up(16 * kStoreBytes, 1024)
-                                     : G::kTurned          ? kTileP * kStoresQ * kStoreBoxBytes / 4
-                                                           : round_up(kGroupOc * kStoreBytes, 1024);
+                                                           : kTileP * kStoresQ * kStoreBoxBytes / 4;
   static constexpr int kStagingWarpBytes = Config::kStagingGroups * kGroupBytes;
   static_assert(kGroups % Config::kStagingGroups == 0);
 
@@ -311,7 +309,7 @@ struct TogetherBarrier {
         : "=r"(result)
         : "r"(uint32_t(value)), "r"(id())
         : "memory");
-    return result != 0;
+    return __any_sync(0xffffffffu, result != 0);  // lets the compiler see that all lanes agree
   }
 };
 
@@ -413,16 +411,20 @@ struct Sm90Epilogue {
     }
   }
 
-  /// Turned: kGroupOc output channels from column group `first` on of the warp's pixels, from (p, q) of the warpgroup's tile on, each with its row
-  /// of the warpgroup's pixels.
-  CUTLASS_DEVICE static void stage_tile(char* buffer, Accumulator const& acc, int first, int p, int q, int lane) {
+  /// Where pixel (p, q) of the warpgroup's tile lies in the staged row of output channel `o` of a group.
+  CUTLASS_DEVICE static int tile_offset(int o, int p, int q) {
+    int const byte = q % L::kStoreQ * G::kElementBytes;
+    return (p * L::kStoresQ + q / L::kStoreQ) * L::kStoreBoxBytes + staging_offset(o, byte >> 4) + (byte & 15);
+  }
+
+  /// Turned: kGroupOc output channels from column group `first` on of the warp's pixels, from (p, q) of the warpgroup's tile on.
+  CUTLASS_DEVICE static void stage_turned(char* buffer, Accumulator const& acc, int first, int p, int q, int lane) {
     constexpr int kColumns = cute::min(L::kGroupOc / 8, 2);  // column groups of a store
     CUTLASS_PRAGMA_UNROLL
     for (int b = 0; b < Config::kBlocks; ++b) {
       // Matrix m of a store: row half m % 2 of column group m / 2; turned, its row is an output channel and 8 pixels.
       int const h = lane / 8 % 2, row = p + (Config::kMmaQ == 8 ? h : 0), column = q + b * Config::kMmaQ + (Config::kMmaQ == 8 ? 0 : 8 * h);
-      char* const target = buffer + (row * L::kStoresQ + column / L::kStoreQ) * L::kStoreBoxBytes +
-                           staging_offset(lane / 16 % kColumns * 8 + lane % 8, column % L::kStoreQ / 8);
+      char* const target = buffer + tile_offset(lane / 16 % kColumns * 8 + lane % 8, row, column);
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < L::kGroupOc / 8; k += kColumns) {
         uint32_t packed[4];
@@ -438,51 +440,19 @@ struct Sm90Epilogue {
     }
   }
 
-  /// Turned: the warpgroup stages its tile together; one thread stores it. (p, q): the tile's first pixel. Returns whether `broken` is true in a
-  /// thread of the warpgroup; then the stores have landed.
-  CUTLASS_DEVICE static bool store_tile(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int warpgroup, int n, int oc,
-                                        int p, int q, int warp, int lane, bool broken) {
-    TogetherBarrier const together{warpgroup};
-    bool const first_thread = warp == 0 && lane == 0;
-    constexpr int kGroupBytes = 4 * L::kGroupBytes;
-    CUTLASS_PRAGMA_UNROLL
-    for (int group = 0; group < L::kGroups; ++group) {
-      char* const buffer = staging + group % Config::kStagingGroups * kGroupBytes;
-      if (first_thread) cute::tma_store_wait<Config::kStagingGroups - 1>();  // of these buffers, in turn, the next has been read
-      together.sync();
-      stage_tile(buffer, acc, group * (L::kGroupOc / 8), warp / Config::kWarpsQ * G::kWarpP, warp % Config::kWarpsQ * G::kWarpQ, lane);
-      cute::tma_store_fence();
-      if (group + 1 < L::kGroups) together.sync();
-      else broken = together.any(broken);
-      if (first_thread) {
-        CUTLASS_PRAGMA_UNROLL
-        for (int box = 0; box < L::kTileP * L::kStoresQ; ++box)
-          cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + box * L::kStoreBoxBytes, q + box % L::kStoresQ * L::kStoreQ, p + box / L::kStoresQ,
-                                        oc + group * L::kGroupOc, n);
-        cute::tma_store_arrive();
-      }
-    }
-    if (broken) {
-      if (first_thread) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-      together.sync();
-    }
-    return broken;
-  }
-
-  /// contiguous: kGroupOc output channels from column group `first` on, each a row of the warp's pixels.
-  CUTLASS_DEVICE static void stage_rows(char* buffer, Accumulator const& acc, int first, int lane) {
+  /// The same of sums by FMA, whose lanes have adjacent pixels of a row.
+  CUTLASS_DEVICE static void stage_rows(char* buffer, Accumulator const& acc, int first, int p, int q, int lane) {
     int const g = lane / 4, t = lane % 4;
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < L::kGroupOc / 8; ++k) {
       int const j = first + k;
       if constexpr (G::kElementBytes == 4) {  // a lane's adjacent pixels of one output channel are one vector
-        int const byte = g * G::kLaneQ * 4;
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) {
           float value[G::kLaneQ];
           CUTLASS_PRAGMA_UNROLL
           for (int m = 0; m < G::kLaneQ; ++m) value[m] = acc[m / 2][4 * j + 2 * (m % 2) + i];
-          *reinterpret_cast<cutlass::AlignedArray<float, G::kLaneQ>*>(buffer + staging_offset(8 * k + 2 * t + i, byte >> 4) + (byte & 15)) =
+          *reinterpret_cast<cutlass::AlignedArray<float, G::kLaneQ>*>(buffer + tile_offset(8 * k + 2 * t + i, p, q + g * G::kLaneQ)) =
               convert_vector<float>(value);
         }
       } else {  // a transposed 8 x 8 matrix leaves lane (g, t) with output channel g and the pixels of lanes 2t and 2t + 1
@@ -496,46 +466,69 @@ struct Sm90Epilogue {
           words[m / 2] = __byte_perm(column[m], column[m + 1], 0x5410);
           words[G::kLaneQ / 2 + m / 2] = __byte_perm(column[m], column[m + 1], 0x7632);
         }
-        int const byte = t * G::kLaneQ * 4;
-        *reinterpret_cast<cutlass::AlignedArray<uint32_t, G::kLaneQ>*>(buffer + staging_offset(8 * k + g, byte >> 4) + (byte & 15)) = words;
+        *reinterpret_cast<cutlass::AlignedArray<uint32_t, G::kLaneQ>*>(buffer + tile_offset(8 * k + g, p, q + 2 * t * G::kLaneQ)) = words;
       }
     }
   }
 
-  /// Through the warp's staging buffers and out by TMA, which clips at the ends of O, Q and P. (p, q): the warp's first pixel.
+  /// contiguous: the warpgroup stages its tile together, and its warps store the boxes of a group at the same time, so that whole rows of the tile
+  /// go out side by side; TMA clips at the ends of O, Q and P. (p, q): the tile's first pixel. Returns whether `broken` is true in a thread of the
+  /// warpgroup; then the stores have landed.
+  CUTLASS_DEVICE static bool store_tile(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int warpgroup, int n, int oc,
+                                        int p, int q, int warp, int lane, bool broken) {
+    TogetherBarrier const together{warpgroup};
+    constexpr int kGroupBytes = 4 * L::kGroupBytes, kBoxes = L::kTileP * L::kStoresQ;
+    CUTLASS_PRAGMA_UNROLL
+    for (int group = 0; group < L::kGroups; ++group) {
+      char* const buffer = staging + group % Config::kStagingGroups * kGroupBytes;
+      if (lane == 0) cute::tma_store_wait<Config::kStagingGroups - 1>();  // of these buffers, in turn, the next has been read
+      together.sync();
+      int const first = group * (L::kGroupOc / 8), warp_p = warp / Config::kWarpsQ * G::kWarpP, warp_q = warp % Config::kWarpsQ * G::kWarpQ;
+      if constexpr (G::kTurned) stage_turned(buffer, acc, first, warp_p, warp_q, lane);
+      else stage_rows(buffer, acc, first, warp_p, warp_q, lane);
+      cute::tma_store_fence();
+      if (group + 1 < L::kGroups) together.sync();
+      else broken = together.any(broken);
+      if (lane == 0) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kBoxes; i += 4) {
+          int const box = i + warp;
+          if (kBoxes % 4 == 0 || box < kBoxes)
+            cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + box * L::kStoreBoxBytes, q + box % L::kStoresQ * L::kStoreQ, p + box / L::kStoresQ,
+                                          oc + group * L::kGroupOc, n);
+        }
+        cute::tma_store_arrive();
+      }
+    }
+    if (broken) {
+      if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+      together.sync();
+    }
+    return broken;
+  }
+
+  /// channels_last: through the warp's staging buffers and out by TMA, which clips at the ends of O, Q and P. (p, q): the warp's first pixel.
   CUTLASS_DEVICE static void store(cute::TmaDescriptor const& y_map, Accumulator const& acc, char* staging, int n, int oc, int p, int q,
                                    int lane) {
+    constexpr int kBlockBytes = L::kGroupBytes / Config::kBlocks;
     CUTLASS_PRAGMA_UNROLL
     for (int first = 0; first < L::kGroups; first += Config::kStagingGroups) {
       if (lane == 0) cute::tma_store_wait<0>();  // the stores before have left the buffers
       __syncwarp();
       CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < Config::kStagingGroups; ++i) {
-        char* buffer = staging + i * L::kGroupBytes;
-        int const column_group = (first + i) * (L::kGroupOc / 8);
-        if constexpr (Config::kChannelsLast) {
-          CUTLASS_PRAGMA_UNROLL
-          for (int b = 0; b < Config::kBlocks; ++b)
-            stage_pixels(buffer + b * (L::kGroupBytes / Config::kBlocks), acc[b], column_group, lane);
-        } else {
-          stage_rows(buffer, acc, column_group, lane);
-        }
-      }
+      for (int i = 0; i < Config::kStagingGroups; ++i)
+        CUTLASS_PRAGMA_UNROLL
+        for (int b = 0; b < Config::kBlocks; ++b)
+          stage_pixels(staging + i * L::kGroupBytes + b * kBlockBytes, acc[b], (first + i) * (L::kGroupOc / 8), lane);
       cute::tma_store_fence();
       __syncwarp();
       if (lane == 0) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < Config::kStagingGroups; ++i) {
-          char const* buffer = staging + i * L::kGroupBytes;
-          int const o = oc + (first + i) * L::kGroupOc;
-          if constexpr (Config::kChannelsLast) {
-            CUTLASS_PRAGMA_UNROLL
-            for (int b = 0; b < Config::kBlocks; ++b)
-              cute::SM90_TMA_STORE_4D::copy(&y_map, buffer + b * (L::kGroupBytes / Config::kBlocks), o, q, p + G::pixel_p(b, 0), n);
-          } else {
-            cute::SM90_TMA_STORE_4D::copy(&y_map, buffer, q, p, o, n);
-          }
-        }
+        for (int i = 0; i < Config::kStagingGroups; ++i)
+          CUTLASS_PRAGMA_UNROLL
+          for (int b = 0; b < Config::kBlocks; ++b)
+            cute::SM90_TMA_STORE_4D::copy(&y_map, staging + i * L::kGroupBytes + b * kBlockBytes, oc + (first + i) * L::kGroupOc, q,
+                                          p + G::pixel_p(b, 0), n);
         cute::tma_store_arrive();
       }
     }
@@ -819,7 +812,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
 
       Sm90Epilogue<Config>::apply(args, result, scale, item.n, oc, p, q, lane);
       // Bulk stores must have landed, not only left shared memory, before other lanes write over them.
-      if constexpr (G::kTurned) {
+      if constexpr (!Config::kChannelsLast) {
         int const tile_q = item.q + (Config::kSideBySide ? warpgroup * L::kTileQ : 0);
         if (Sm90Epilogue<Config>::store_tile(y_map, result, shared.staging(4 * warpgroup), warpgroup, item.n, oc, p - warp_p, tile_q, warp, lane,
                                              check != check) &&

@@ -152,7 +152,7 @@ def test_illegal_on_portable(schedule: Schedule, arch: str, reason: str):
     [
         ({"slot_channels": 32}, "64 channels at a time"),
         ({"row_slots": 2}, "2 row slots hold no window"),
-        ({"blocks": 3}, "rows of 192 bytes are stored, TMA swizzles at most 128"),
+        ({"blocks": 3}, "a warp's rows of 192 bytes do not divide the 128 that TMA swizzles"),
         ({"tile_oc": 256}, "registers a thread"),
         ({"row_slots": 50}, "bytes of shared memory"),
         # A ring without a slot would wait for ever; stores that are no whole number of groups would be left out.
