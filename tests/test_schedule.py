@@ -172,6 +172,13 @@ def test_illegal_on_sm90(change: dict, reason: str):
     assert not refused and reason in refused.reason
 
 
+def test_contiguous_tiles_of_many_channels_are_stored_from_two_buffers():
+    """More are never waited for; one is, between the 16 groups of 256 output channels."""
+    problem = problem_of(Case(n=32, c=256, o=256, h=1, w=4096, kernel=(1, 3), padding=(0, 1)), "bf16", "contiguous")
+    found = [s for s in candidates(problem, "sm_90a", "sm90") if s.tile_oc == 256]
+    assert found and {s.staging_groups for s in found} == {2}
+
+
 def diagonal(**fields) -> Schedule:
     """Depthwise outputs by mma.sync, windows of x."""
     defaults = {
