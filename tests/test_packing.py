@@ -54,7 +54,7 @@ def library(tmp_path_factory):
         (folder / "constants.inc").write_text("".join(lines))
         unit, target = Path(__file__).with_name("packing.cpp"), folder / "packing.so"
         # The sanitizer's library is not linked: the unit has the one function that is called of it.
-        options = ["-std=c++17", "-O1", "-w", "-fPIC", "-fno-strict-aliasing", "-fsanitize=alignment"]
+        options = ["-std=c++17", "-O0", "-w", "-fPIC", "-fno-strict-aliasing", "-fsanitize=alignment"]
         for command in (
             [
                 compiler,
