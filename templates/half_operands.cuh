@@ -149,8 +149,8 @@ struct HalfOperands {
     }
   }
 
-  /// 32 positions of x. A thread has 4 of them in 8 channels of every 256. Contiguous, it reads a vector of positions of each channel and writes one of
-  /// channels of each position: x is turned in registers. A warp reads lines of 128 bytes and writes 64.
+  /// 32 positions of x. A thread has 4 of them in 8 channels of every 256. Contiguous, it reads a vector of positions of each channel and writes
+  /// one of channels of each position: x is turned in registers. A warp reads lines of 128 bytes and writes runs of 64.
   CUTLASS_DEVICE static void pack_x(Arguments const& args, int block) {
     constexpr int kC = Config::kExpandC, kStep = 256, kSteps = ceil_div(kC, kStep);
     int const blocks = ceil_div(args.w, kPositions), n = block / blocks;

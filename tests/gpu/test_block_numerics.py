@@ -98,6 +98,16 @@ def test_tf32_is_one_rounding_of_each_operand(machine, generator, layout: str, p
     assert found.relative > 10 * accuracy.FP32_GRADE
 
 
+@pytest.mark.parametrize("variant", ["fp32", "tf32"])
+@pytest.mark.parametrize("kernel", [4, 5, 8])
+@pytest.mark.parametrize("l", [4, 12, 60, 68, 132, 516])
+def test_contiguous_rows_that_end_within_8_positions(machine, generator, l: int, kernel: int, variant: str):  # noqa: E741
+    """Of the fused form: half of the last group of positions that share a scale lies outside."""
+    problem = make_block(variant, n=3, c=40, l=l, e=72, kernel=kernel)
+    require(machine, problem, "sm90", "fused")
+    run_compared(machine, problem, draw(problem, generator), "sm90", "fused")
+
+
 @every_kernel
 @laid_out
 @pytest.mark.parametrize("exponent", [-60, -100, -120])
