@@ -24,7 +24,7 @@ FORMS = ("fused", "two_kernel")
 #: fused: hidden channels of a chunk, and tiles of output channels.
 FUSED_CHUNK = 64
 #: fused: positions of x that a block of the launch before turns to fp16 (templates/half_operands.cuh).
-PACK_POSITIONS = 64
+PACK_POSITIONS = 32
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup, by parts of an operand.
 MOST_POSITIONS = {1: 176, 2: 80}
@@ -112,6 +112,11 @@ class FusedGeometry:
         return self.problem.dtype == "float32"
 
     @property
+    def pixel_major(self) -> bool:
+        """Whether TMA brings x as [position][channel]: in channels_last, and scaled, where packing turns it."""
+        return self.channels_last or self.scaled
+
+    @property
     def parts(self) -> int:
         """fp16 numbers that an MMA's operand is the sum of: two for fp32-grade products."""
         return 2 if self.problem.fp32_precision == "ieee" else 1
@@ -164,17 +169,17 @@ class FusedGeometry:
 
     @property
     def phase(self) -> int:
-        """Positions from the start of the window to the first tap: contiguous TMA starts on 16 bytes; positions that
-        share a scale come in pairs.
+        """Positions from the start of the window to the first tap: TMA starts on 16 bytes, unless x is pixel-major;
+        positions that share a scale come in pairs.
         """
-        if self.channels_last:
+        if self.pixel_major:
             return self.problem.pads[0] % 2 if self.scaled else 0
         return -self.problem.pads[0] % 8
 
     @property
     def positions(self) -> int:
         """Positions of the window, columns of the first GEMM."""
-        return round_up(self.phase + self.tile_positions + self.halo, 8 if self.channels_last else 16)
+        return round_up(self.phase + self.tile_positions + self.halo, 8 if self.pixel_major else 16)
 
     @property
     def expand_atoms(self) -> int:
@@ -320,8 +325,7 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
         return f"the fused form needs path sm90 and sm_90a, not {arch if path == 'sm90' else 'path ' + path}"
     if p.alignment < MAX_ALIGNMENT or (p.element_size == 2 and (p.c % 8 or p.e % 8)):
         return separable.unaligned(p, {"C": p.c, "E": p.e} | _rows(p), "form two_kernel on path portable")
-    halves = {"C": p.c, "E": p.e} | ({"L": p.l} if p.layout == "contiguous" else {})
-    if odd := [f"{name} = {extent}" for name, extent in halves.items() if extent % 8]:
+    if odd := [f"{name} = {extent}" for name, extent in (("C", p.c), ("E", p.e)) if extent % 8]:
         what = "is no multiple" if len(odd) == 1 else "are no multiples"
         return f"rows of fp16 that TMA copies are 16 bytes: {', '.join(odd)} {what} of 8; pad, or take form two_kernel"
     if p.o > FUSED_TILE_OCS[-1]:

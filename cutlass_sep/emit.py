@@ -93,15 +93,13 @@ def _render(op: Operation, name: str) -> dict[str, str]:
     vectors = path == "sm90" or problem.alignment == MAX_ALIGNMENT
     product_error, output_error = _ERRORS[problem.fp32_precision or problem.dtype]
     alignment = MAX_ALIGNMENT if vectors else problem.element_size
-    # Rows of positions are vectors of fp16 as well.
     scaled = op.form == "fused" and stages[0]["scaled"]
-    row_alignment = 2 * alignment if scaled else alignment
     tensors = operators.of(problem).tensors
     channels_last = problem.layout == "channels_last"
     if problem.spatial == 2:
         axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h + 1, problem.w)
     else:
-        step = 1 if channels_last else row_alignment // problem.element_size
+        step = 1 if channels_last else alignment // problem.element_size
         axes, extents, other_extents = "L", (problem.l,), (problem.l + step,)
     templates = source.templates() / "standalone"
     environment = jinja2.Environment(
@@ -131,7 +129,6 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "unpacked": _unpacked(op),
         "tma": path == "sm90",
         "alignment": alignment,
-        "row_alignment": row_alignment,
         "pack_threads": kernel.PACK_THREADS,
         "product_error": product_error,
         "output_error": output_error,

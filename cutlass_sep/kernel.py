@@ -217,7 +217,7 @@ class FusedStage(Stage):
         g = self.geometry
         # The low parts of operands are further channels of x, and further rows of weights.
         channels = g.parts * g.problem.c
-        if g.channels_last:
+        if g.pixel_major:
             x = window = TensorMap(_X, (channels, "l", "n"), (64, g.positions, 1), 128)
         else:
             blocks = g.positions // 16

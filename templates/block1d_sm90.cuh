@@ -23,12 +23,14 @@ struct BlockLayout {
   static constexpr int kProjectWarpgroups = 2, kProjectWarps = 4 * kProjectWarpgroups;
   static constexpr int kProjectThreads = 128 * kProjectWarpgroups;
   static constexpr int kParts = Config::kParts;  // of an operand: 2 for fp32-grade products
-  static constexpr int kTile = Config::kTile;
-  static_assert(kTile == 64 * kProjectWarpgroups / kParts);
+  static constexpr int kTile = 64 * kProjectWarpgroups / kParts;
   static constexpr int kThreads = 256 + kProjectThreads;
   static constexpr int kChunkChannels = 64;
   static constexpr int kChunks = ceil_div(Config::kC, kChunkChannels);
-  /// The window: kPhase positions (TMA starts on 16 bytes), the halo on both sides, the tile; a multiple of 8, contiguous of 16.
+  /// Whether TMA brings x as [position][channel]: channels_last, and all that is scaled, whose packing turns it.
+  static constexpr bool kPixelMajor = Config::kChannelsLast || Config::kScaled;
+  /// The window: kPhase positions, the halo on both sides, the tile; a multiple of 8. Else it starts where TMA can, on 16 bytes of positions, and is
+  /// a multiple of 16.
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
   static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
@@ -40,8 +42,7 @@ struct BlockLayout {
   static constexpr int kHalves = kParts == 2 || Config::kTileOc > 128 ? 2 : 1;
   static constexpr int kHalfOc = Config::kTileOc / kHalves;
   static constexpr int kWarpgroupOc = Config::kTileOc / kParts;
-  /// x, 64 channels at a time: contiguous [16 positions][channel][32 bytes of positions]; channels_last [position][128 bytes of channels].
-  /// Swizzled.
+  /// x, 64 channels at a time: [position][128 bytes of channels], or [16 positions][channel][32 bytes of positions]. Swizzled.
   static constexpr int kExpandAtoms = ceil_div(Config::kExpandC, 64);
   static constexpr int kXAtomBytes = kPositions * 128, kXBlockBytes = 64 * 32;
   static constexpr int kXBytes = kParts * kExpandAtoms * kXAtomBytes;  // in two parts, the low ones behind all high ones
@@ -216,12 +217,12 @@ struct Expand {
 
   /// x of MMA instruction `i` (16 channels), of the low part behind those of the high one.
   CUTLASS_DEVICE static uint64_t x_descriptor(char const* x, int i) {
-    if constexpr (Config::kChannelsLast) return k_major_descriptor(x, i / 4 * L::kXAtomBytes + i % 4 * 32);
+    if constexpr (L::kPixelMajor) return k_major_descriptor(x, i / 4 * L::kXAtomBytes + i % 4 * 32);
     return mn_major_descriptor(x, L::kXBlockBytes, i / 4 * L::kXAtomBytes + i % 4 * 16 * 32);
   }
 
-  /// 64 channels of x under a tile. Contiguous, x_map has 16 positions; x_window_map has all of a window, but checks no bounds behind the
-  /// first 16.
+  /// 64 channels of x under a tile. If not pixel-major, x_map has 16 positions; x_window_map has all of a window, but checks no bounds behind
+  /// the first 16.
   CUTLASS_DEVICE static void load_x(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_window_map,
                                     BlockShared<Config> const& shared, BlockTile<Config> const& tile, int atom) {
     int const window = tile.window(args);
@@ -232,7 +233,7 @@ struct Expand {
     for (int part = 0; part < L::kParts; ++part) {
       int const channel = 64 * atom + part * Config::kExpandC;
       char* const to = shared.x() + (atom + part * L::kExpandAtoms) * L::kXAtomBytes;
-      if constexpr (Config::kChannelsLast) {
+      if constexpr (L::kPixelMajor) {
         cute::SM90_TMA_LOAD_3D::copy(&x_window_map, barrier, kTmaHint, to, channel, window, tile.n);
       } else if (window >= 0 && window + L::kPositions <= args.w) {
         cute::SM90_TMA_LOAD_4D::copy(&x_window_map, barrier, kTmaHint, to, window, channel, 0, tile.n);
@@ -737,8 +738,8 @@ struct Project {
         load_vector<float>(scale, shared.output_inverse_scales() + oc);
         Vector value;
         CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < kVector; ++k)
-          value[k] = fmaf(acc[4 * (j + (i + k) / 2) + 2 * h + (i + k) % 2], scale[k] * unit, bias[k]) + residual[r][h][i + k];
+        for (int k = 0; k < kVector; ++k)  // scale * unit may leave the range of fp32, sum * unit does not
+          value[k] = fmaf(acc[4 * (j + (i + k) / 2) + 2 * h + (i + k) % 2] * unit, scale[k], bias[k]) + residual[r][h][i + k];
         *reinterpret_cast<Vector*>(y + offset) = value;
       });
       x += 8 * kRun * kBatch * channel_step, y += 8 * kRun * kBatch * channel_step;

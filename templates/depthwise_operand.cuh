@@ -271,8 +271,7 @@ struct PixelScale {
   float scale[Config::kBlocks][2] = {};  // 0: not set
 
   CUTLASS_DEVICE float inverse(int b, int h) const {
-    uint32_t const bits = __float_as_uint(scale[b][h]);
-    return bits == 0 ? 0.f : __uint_as_float((254u << 23) - bits);
+    return scale[b][h] == 0.f ? 0.f : inverse_power(scale[b][h]);
   }
 
   /// To be called by the whole warp, for every block of kMmaSteps steps. `check` turns NaN at values so large or so small that products of
@@ -294,17 +293,12 @@ struct PixelScale {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
         if (scale[b][h] == 0.f && largest > 0.f) {
-          scale[b][h] = power_of_two_inverse(largest);
+          scale[b][h] = inverse_power(largest);
           if (!in_scaled_range(largest)) check = __int_as_float(0x7fffffff);
         }
       }
   }
 
-  /// 2^-floor(log2 x) of a positive x, within the normal numbers.
-  CUTLASS_DEVICE static float power_of_two_inverse(float x) {
-    uint32_t const exponent = min(max(__float_as_uint(x) >> 23, 1u), 253u);
-    return __uint_as_float((254u - exponent) << 23);
-  }
   CUTLASS_DEVICE static bool in_scaled_range(float x) { return x > 0x1p-100f && x < 0x1p+100f; }
 };
 

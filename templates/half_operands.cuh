@@ -4,20 +4,15 @@
 //
 // Groups are 8 positions of x in all channels, a row of either pointwise weight, the taps of a channel if they are operands, and, of a tile, a
 // hidden channel and all activated hidden channels. The last two are scaled by bounds of their values, |W x + b| <= sum|W| max|x| + |b| and
-// |activation(m)| <= |m|: they never overflow. A group with a value that is not finite becomes NaN, and so is computed again. A value below
-// 2^-29 of the largest in its group loses digits.
+// |activation(m)| <= |m|: they never overflow. A group with a value that is not finite, or beyond half_scale's range, becomes NaN, and so is
+// computed again. Operands are at most 2^-39 of the largest of their group (or of its bound) off, so that a value loses digits below 2^-28 of it,
+// in two parts, which have twice as many to lose, below 2^-17.
 #pragma once
 
 namespace cutlass_sep {
 
-CUTLASS_DEVICE float warp_max(float x) {
-  CUTLASS_PRAGMA_UNROLL
-  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
-  return x;
-}
-
-/// Workspace before the packed weights: x in fp16, in its own layout, the low part as further channels; the inverse scale of each 8 positions,
-/// [N][ceil(L / 8)].
+/// Workspace before the packed weights: x in fp16, [N][L][C] whatever its own layout, the low part as further channels; the inverse scale of each
+/// 8 positions, [N][ceil(L / 8)].
 ///
 /// Packed: of each chunk the taps (ToeplitzTaps, Fp32Taps) and its channels (HiddenChannel); from kPackedExpand and kPackedProject on the fp16
 /// weights, the low part as further rows; from kPackedScales on the inverse scales of kTileOc rows of the project weights, and a bound of each
@@ -27,7 +22,7 @@ struct HalfOperands {
   using Half = cutlass::half_t;
   using T = cute::conditional_t<Config::kParts == 2, Fp32Taps<Config>, ToeplitzTaps<Config>>;
   static constexpr int kGroup = 8;       // positions
-  static constexpr int kPositions = 64;  // of a block of the packing kernel
+  static constexpr int kPositions = 32;  // of a block of the packing kernel
   static constexpr int kSlice = 16;      // rows of weights of a block
   static constexpr int kChunks = ceil_div(Config::kC, 64);
   static constexpr int kSlices = ceil_div(Config::kC, kSlice);
@@ -72,16 +67,17 @@ struct HalfOperands {
     return packed<HiddenChannel>(args, c / 64 * kChunkBytes + T::kBytes) + c % 64;
   }
 
-  /// Four values to fp16, the low part `low` elements further on.
-  CUTLASS_DEVICE static void store(Half* half, int64_t low, float const (&value)[4]) {
-    using Pairs = cutlass::AlignedArray<uint32_t, 2>;
-    Pairs pair;
-    pair[0] = pack_pair<Half>(value[0], value[1]), pair[1] = pack_pair<Half>(value[2], value[3]);
-    *reinterpret_cast<Pairs*>(half) = pair;
-    if constexpr (Config::kParts == 2) {
-      pair[0] = low_half_pair(value[0], value[1]), pair[1] = low_half_pair(value[2], value[3]);
-      *reinterpret_cast<Pairs*>(half + low) = pair;
+  /// N values, times `scale`, to fp16, the low part `low` elements further on.
+  template <int N>
+  CUTLASS_DEVICE static void store(Half* half, int64_t low, float const (&value)[N], float scale) {
+    cutlass::AlignedArray<uint32_t, N / 2> high_pairs, low_pairs;
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < N / 2; ++i) {
+      float const first = value[2 * i] * scale, second = value[2 * i + 1] * scale;
+      high_pairs[i] = pack_pair<Half>(first, second), low_pairs[i] = low_half_pair(first, second);
     }
+    *reinterpret_cast<decltype(high_pairs)*>(half) = high_pairs;
+    if constexpr (Config::kParts == 2) *reinterpret_cast<decltype(low_pairs)*>(half + low) = low_pairs;
   }
 
   /// Row `index` of `Rows` of `Count` weights (a multiple of 4), by a warp: its inverse scale, and the sum of its magnitudes in `norm`.
@@ -103,9 +99,7 @@ struct HalfOperands {
     #pragma unroll 4
     for (int i = 4 * lane; i < Count; i += 128) {
       load_vector<float>(value, row + i);
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) value[k] *= scale;
-      store(half + i, int64_t(Rows) * Count, value);
+      store(half + i, int64_t(Rows) * Count, value, scale);
     }
     return inverse_power(scale);
   }
@@ -155,53 +149,55 @@ struct HalfOperands {
     }
   }
 
-  /// 64 positions of x.
+  /// 32 positions of x. A thread has 4 of them in 8 channels of every 256. Contiguous, it reads a vector of positions of each channel and writes
+  /// one of channels of each position: x is turned in registers. A warp reads lines of 128 bytes and writes runs of 64.
   CUTLASS_DEVICE static void pack_x(Arguments const& args, int block) {
-    constexpr int kC = Config::kExpandC, kRows = ceil_div(kC, 16);  // rows of 4 values, of a thread
-    int const blocks = ceil_div(args.w, kPositions), n = block / blocks, first = block % blocks * kPositions;
+    constexpr int kC = Config::kExpandC, kStep = 256, kSteps = ceil_div(kC, kStep);
+    int const blocks = ceil_div(args.w, kPositions), n = block / blocks;
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    // A thread's first value: contiguous, of 4 positions of every 16th channel; channels_last, of a warp's 8 positions, which lie one behind the
-    // other.
-    int const position = Config::kChannelsLast ? first + kGroup * warp : first + threadIdx.x % 16 * 4;
-    int const channel = Config::kChannelsLast ? lane * 4 : threadIdx.x / 16;
-    int64_t const channel_step = Config::kChannelsLast ? 1 : args.w, step = (Config::kChannelsLast ? 128 : 16) * channel_step;
-    int64_t const sequence = int64_t(n) * kC * args.w, start = Config::kChannelsLast ? int64_t(position) * kC : position;
-    auto const* x = static_cast<float const*>(args.block_x) + sequence + start + channel * channel_step;
-    int const rows = position < args.w ? Config::kChannelsLast ? min(kGroup, args.w - position) * kC : kC : 0;  // ends at this `channel`
-    float value[kRows][4] = {}, largest = 0.f;
+    int const position = block % blocks * kPositions + lane % 8 * 4, channel = warp * 32 + lane / 8 * 8;
+    auto const* const x = static_cast<float const*>(args.block_x) + int64_t(n) * kC * args.w;
+    float value[kSteps][4][8] = {}, largest = 0.f;
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      if (channel + i * (Config::kChannelsLast ? 128 : 16) < rows) load_vector<float>(value[i], x + i * step);
-    CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i)
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) largest = fmaxf(largest, fabsf(value[i][k]));
-    if constexpr (Config::kChannelsLast) {
-      largest = warp_max(largest);
-    } else {
-      __shared__ float of_warp[kWarps][kPositions / kGroup];
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
-      int const group = lane % 16 / 2;
-      of_warp[warp][group] = largest;
-      __syncthreads();
-      CUTLASS_PRAGMA_UNROLL
-      for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, of_warp[i][group]);
+    for (int step = 0; step < kSteps; ++step) {
+      int const c = channel + step * kStep;
+      if (c >= kC) continue;
+      if constexpr (Config::kChannelsLast) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i)
+          if (position + i / 2 < args.w)
+            load_vector<float>(reinterpret_cast<float(&)[4]>(value[step][i / 2][i % 2 * 4]), x + int64_t(position + i / 2) * kC + c + i % 2 * 4);
+      } else if (position < args.w) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          float vector[4];
+          load_vector<float>(vector, x + int64_t(c + i) * args.w + position);
+          CUTLASS_PRAGMA_UNROLL
+          for (int k = 0; k < 4; ++k) value[step][k][i] = vector[k];
+        }
+      }
     }
-    float const scale = half_scale(largest);
-    bool const writes = Config::kChannelsLast ? lane == 0 : threadIdx.x < 16 && threadIdx.x % 2 == 0;
-    if (writes && position < args.w) group_scales(args, n)[position / kGroup] = inverse_power(scale);
-    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + Config::kParts * (sequence + (Config::kChannelsLast ? start : 0)) +
-                       (Config::kChannelsLast ? 0 : start);
+    // Of the group's two threads in each 8 channels, and of all channels.
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      int const c = channel + i * (Config::kChannelsLast ? 128 : 16);
-      if (c >= rows) continue;
+    for (int i = 0; i < 32 * kSteps; ++i) largest = fmaxf(largest, fabsf(value[i / 32][i / 8 % 4][i % 8]));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    __shared__ float of_warp[kWarps][kPositions / kGroup];
+    int const group = lane % 8 / 2;
+    of_warp[warp][group] = largest;
+    __syncthreads();
+    CUTLASS_PRAGMA_UNROLL
+    for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, of_warp[i][group]);
+    float const scale = half_scale(largest);
+    if (threadIdx.x < 8 && lane % 2 == 0 && position < args.w) group_scales(args, n)[position / kGroup] = inverse_power(scale);
+    auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + int64_t(n) * args.w * Config::kParts * kC;
+    CUTLASS_PRAGMA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      int const c = channel + step * kStep;
       CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < 4; ++k) value[i][k] *= scale;
-      // channels_last, c goes through all positions, each of which has its low part behind it.
-      if constexpr (Config::kChannelsLast) store(half + c + (Config::kParts - 1) * (c / kC * kC), kC, value[i]);
-      else store(half + c * channel_step, kC * channel_step, value[i]);
+      for (int k = 0; k < 4; ++k)
+        if (c < kC && position + k < args.w) store(half + int64_t(position + k) * Config::kParts * kC + c, kC, value[step][k], scale);
     }
   }
 };

@@ -65,15 +65,22 @@ CUTLASS_DEVICE uint32_t tf32_operand(float x) {
   return r;
 }
 
-/// What to multiply values by that are to become fp16, none larger than `bound`: the power of two that takes it to [2^14, 2^15), at most 2^100.
-/// NaN where that is below 2^-100, as for a bound that is not finite: values beside it would become 0.
-CUTLASS_DEVICE float half_scale(float bound) {
-  int const exponent = 14 - (int(__float_as_uint(bound) >> 23) - 127);
-  return exponent < -100 ? __int_as_float(0x7fffffff) : __uint_as_float((127 + min(exponent, 100)) << 23);
+/// The largest of a warp's values, in all lanes; one that is NaN does not count.
+CUTLASS_DEVICE float warp_max(float x) {
+  CUTLASS_PRAGMA_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+  return x;
 }
 
-/// 1 / `scale`, of a power of two.
-CUTLASS_DEVICE float inverse_power(float scale) { return __uint_as_float((254u << 23) - __float_as_uint(scale)); }
+/// 2^-floor(log2 x) of a positive, normal x below 2^127: the inverse of a power of two.
+CUTLASS_DEVICE float inverse_power(float x) { return __uint_as_float((254u << 23) - (__float_as_uint(x) & 0x7f800000u)); }
+
+/// What to multiply values by that are to become fp16, none larger than `bound`: the power of two that takes it to [2^14, 2^15), at most 2^126,
+/// by which fp16 holds whatever fp32 does. NaN from 2^79 on, as for a bound that is not finite: then 2^64, the largest inverse, leaves sums of
+/// products in fp32's range.
+CUTLASS_DEVICE float half_scale(float bound) {
+  return bound < 0x1p79f ? inverse_power(fmaxf(bound, 0x1p-112f)) * 0x1p14f : __int_as_float(0x7fffffff);
+}
 
 /// What the expand warpgroup needs to know of a hidden channel.
 struct HiddenChannel {

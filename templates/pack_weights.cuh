@@ -82,13 +82,12 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
       float largest = 0.f;
       if (oc < Config::kO)
         for (int c = lane; c < Config::kC; c += 32) largest = fmaxf(largest, fabsf(float(pw_weight[int64_t(oc) * Config::kC + c])));
-      CUTLASS_PRAGMA_UNROLL
-      for (int mask = 16; mask > 0; mask /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
-      float const unit = largest > 0.f ? PixelScale<Config>::power_of_two_inverse(largest) : 1.f;
+      largest = warp_max(largest);
+      float const unit = largest > 0.f ? inverse_power(largest) : 1.f;
       if (largest > 0.f && !PixelScale<Config>::in_scaled_range(largest)) check = __int_as_float(0x7fffffff);
       if (lane == 0) {
         scale[row] = unit * 128.f;
-        inverse[row] = 1.f / (unit * 128.f);  // exact: a power of two
+        inverse[row] = inverse_power(unit * 128.f);
       }
     }
     __syncthreads();

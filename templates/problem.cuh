@@ -5,7 +5,7 @@ namespace cutlass_sep {
 
 /// Run-time arguments. The problem's other numbers are constants of `Config` (the translation unit states them).
 struct Arguments {
-  void const* x;           // [N,C,H,W] in the layout of Config
+  void const* x;           // [N,C,H,W] in the layout of Config, or packed (half_operands.cuh)
   void const* dw_weight;   // [C,1,KH,KW]
   void const* pw_weight;   // [O,C]
   void const* dw_bias;     // [C] or null
@@ -18,7 +18,7 @@ struct Arguments {
   void const* expand_bias;    // [kC] or null
   int n, h, w, p, q;       // P, Q: output height and width
   int pad_top, pad_left;
-  int steps;               // warpgroup tiles down one work item where it is marched down (separable2d_sm90.cuh)
+  int steps;               // warpgroup tiles that lie below each other in a work item (separable2d_sm90.cuh)
 };
 
 /// Threads of a block of pack_weights, the small launch before the main kernels.

@@ -571,8 +571,8 @@ def test_bench_refuses_a_file_for_results_before_it_measures(run_json, monkeypat
             "--shape 1,8,9,9 --dtype float32 --layout contiguous --path sm90",
         ),
         (
-            ["emit", "--op", "sepblock1d", "--shape", "2,8,12", "--form", "fused"],
-            "--form fused: path sm90: rows of fp16 that TMA copies are 16 bytes: L = 12 is no multiple of 8; pad",
+            ["emit", "--op", "sepblock1d", "--shape", "2,12,16", "--form", "fused"],
+            "--form fused: path sm90: rows of fp16 that TMA copies are 16 bytes: C = 12 is no multiple of 8; pad",
         ),
         (
             ["emit", *SMALL_BLOCK, "--form", "fused", "--dtype", "float16", "--kernel", "99"],

@@ -230,6 +230,28 @@ def test_one_box_of_a_window_is_what_its_pieces_are(monkeypatch: pytest.MonkeyPa
                 assert address(whole, window + l, c, block, n) == address(pieces, window + 16 * block + l, c, n)
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(("kernel_size", "dilation"), [(1, 1), (2, 1), (4, 1), (4, 2), (5, 1), (9, 1), (16, 1), (4, 5)])
+def test_x_of_a_scaled_block_comes_alike_in_both_layouts(kernel_size, dilation, precision, monkeypatch):
+    """Packing turns contiguous x, so that its windows are as narrow, and L has only to suit x and y themselves."""
+    case = Block(n=3, c=72, e=40, l=100, kernel=kernel_size, dilation=dilation)
+    described, geometries = [], []
+    for layout in ("contiguous", "channels_last"):
+        given = case.tensors("meta", torch.float32, layout)
+        options = {"dilation": dilation, "fp32_precision": precision, "path": "sm90", "form": "fused", "arch": "sm_90a"}
+        op = cutlass_sep.op.SeparableConvBlock1d(*given, **options)
+        geometries.append(op.kernel.stages[0].geometry)
+        described.append(described_maps(op, monkeypatch)[:3])  # x, its windows, the expand weights
+    contiguous, channels_last = geometries
+    for name in ("phase", "positions", "shared_bytes", "x_bytes", "pack_blocks"):
+        assert getattr(contiguous, name) == getattr(channels_last, name), name
+    assert described[0] == described[1]
+    x = described[0][0]
+    parts, last = contiguous.parts, (contiguous.parts * 72 - 1, 99, 2)
+    assert x[2] == (parts * 72, 100, 3) and x[4] == (64, contiguous.positions, 1)
+    assert address(x, *last) - (1 << 20) == 3 * 100 * parts * 72 * 2 - 2  # dense
+
+
 @pytest.mark.parametrize(("o", "side_by_side"), [(256, 8), (96, 8), (48, 4), (40, 2)])
 def test_columns_of_a_lane_are_output_channels_side_by_side(o: int, side_by_side: int, monkeypatch: pytest.MonkeyPatch):
     """Project weights of the fused block, channels_last: wgmma gives lane t columns 2t and 2t + 1 of each 8."""

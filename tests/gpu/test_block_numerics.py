@@ -16,6 +16,7 @@ from cutlass_sep.schedule import PATHS
 from . import accuracy
 from .calls import Poisoned, Tensors, draw, make_block
 from .test_numerics import LEAD_LARGEST, REHEARSED_FLOPS
+from .test_special_values import compare
 
 LAYOUTS = ("contiguous", "channels_last")
 
@@ -37,6 +38,14 @@ def run(machine, problem: SeparableBlock1dProblem, tensors: Tensors, path: str, 
     operator.run(*tensors, out=out.tensor)
     out.check()
     return accuracy.judge(problem, tensors, out.tensor, f"path {path}, form {form}, {operator.schedule}")
+
+
+def run_compared(machine, problem: SeparableBlock1dProblem, tensors: Tensors, path: str, form: str) -> torch.Tensor:
+    """y, finite and each of its elements within its bound."""
+    operator = op.SeparableConvBlock1d(*tensors, **options(problem), path=path, form=form, arch=machine.arch)
+    y = operator.run(*tensors)
+    assert compare(problem, tensors, y).isfinite().all()
+    return y
 
 
 @every_kernel
@@ -87,6 +96,82 @@ def test_tf32_is_one_rounding_of_each_operand(machine, generator, layout: str, p
     require(machine, problem, path, form)
     found = run(machine, problem, draw(problem, generator), path, form)
     assert found.relative > 10 * accuracy.FP32_GRADE
+
+
+@pytest.mark.parametrize("variant", ["fp32", "tf32"])
+@pytest.mark.parametrize("kernel", [4, 5, 8])
+@pytest.mark.parametrize("l", [4, 12, 60, 68, 132, 516])
+def test_contiguous_rows_that_end_within_8_positions(machine, generator, l: int, kernel: int, variant: str):  # noqa: E741
+    """Of the fused form: half of the last group of positions that share a scale lies outside."""
+    problem = make_block(variant, n=3, c=40, l=l, e=72, kernel=kernel)
+    require(machine, problem, "sm90", "fused")
+    run_compared(machine, problem, draw(problem, generator), "sm90", "fused")
+
+
+@every_kernel
+@laid_out
+@pytest.mark.parametrize("exponent", [-60, -100, -120])
+def test_tiny_values_are_fp32_grade(machine, generator, exponent: int, layout: str, path: str, form: str):
+    """No power of two that fp32 holds the inverse of takes the last ones to the end of fp16's range."""
+    problem = make_block("fp32", layout, n=2, c=24, l=200, e=40, activation=None, residual=False, project_bias=False)
+    require(machine, problem, path, form)
+    x, _, _, _, expand_bias, taps_bias, _ = tensors = draw(problem, generator)
+    for t in (x, expand_bias, taps_bias):
+        t.mul_(2.0**exponent)
+    run(machine, problem, tensors, path, form)
+
+
+@every_kernel
+@laid_out
+@pytest.mark.parametrize("variant", ["fp32", "tf32"])
+def test_tiny_values_and_zeros_beside_others(machine, generator, variant: str, layout: str, path: str, form: str):
+    problem = make_block(variant, layout, n=3, c=24, l=200, e=40, activation="relu", residual=False,
+                         expand_bias=False, dw_bias=False, project_bias=False)  # fmt: skip
+    require(machine, problem, path, form)
+    tensors = draw(problem, generator)
+    x = tensors[0]
+    x[0] *= 1e-30
+    x[1, :, 96:112] = 0
+    x[2] = 0
+    found = run_compared(machine, problem, tensors, path, form)
+    assert (found[0] != 0).any() and (found[1, :, 98:110] == 0).all() and (found[2] == 0).all()
+
+
+@every_kernel
+@laid_out
+@pytest.mark.parametrize("which", ["expand", "taps", "project"])
+@pytest.mark.parametrize("exponent", [77, 80, 113])
+def test_weights_near_the_end_of_float32(
+    machine, generator, exponent: int, which: str, layout: str, path: str, form: str
+):
+    """y stays near 1."""
+    problem = make_block("fp32", layout, n=2, c=24, l=200, e=40, activation="relu", residual=False)
+    require(machine, problem, path, form)
+    x, expand, taps, project, expand_bias, taps_bias, _ = tensors = draw(problem, generator)
+    large, small = {
+        "expand": ((expand,), (project,)),
+        "taps": ((taps,), (project,)),
+        "project": ((project,), (x, expand_bias, taps_bias)),
+    }[which]
+    for t in large:
+        t.clamp_(-1.9, 1.9).mul_(2.0**exponent)
+    for t in small:
+        t.mul_(2.0**-exponent)
+    run_compared(machine, problem, tensors, path, form)
+
+
+@laid_out
+def test_scales_whose_product_float32_does_not_hold(machine, generator, layout: str):
+    """Of the fused form: the largest hidden value meets the smallest weights, so that y is finite."""
+    path, form = "sm90", "fused"
+    problem = make_block("fp32", layout, n=2, c=24, l=200, e=40, activation="relu")
+    require(machine, problem, path, form)
+    _, _, _, project, _, taps_bias, _ = tensors = draw(problem, generator)
+    taps_bias[0] = 2.0**77
+    project.mul_(2.0**100)
+    project[:, 0] = 2.0**40
+    found = run_compared(machine, problem, tensors, path, form)
+    assert found.abs().max() > 2.0**116
 
 
 @every_kernel
