@@ -6,7 +6,8 @@
 // such a value spoils 8 channels of its pixels, and OperandFragment's check finds them.
 //
 // Channels are taken 32 at a time, in 4 groups of 8. Group j has its channels in columns turned by 2j, so that of the 4 groups' diagonals each
-// lane holds exactly one weight: 4 bytes a lane bring two taps of 32 channels.
+// lane holds exactly one weight: 4 bytes a lane bring two taps of 32 channels. Lanes then exchange what they have of a fragment, so that its columns
+// are channels in their order.
 #pragma once
 
 namespace cutlass_sep {
@@ -20,20 +21,23 @@ struct DiagonalTaps {
   static constexpr int kGroupBytes = Config::kDepthwise ? (kPairs + 1) * 128 : 0;
   static constexpr int kBytes = Config::kSlotChannels / 32 * kGroupBytes;
 
+  /// Channel, of 32, of column `column` of group `j`.
+  CUTLASS_HOST_DEVICE static constexpr int channel_of_column(int j, int column) { return 8 * j + (column - 2 * j & 7); }
   /// Channel, of 32, whose weights a lane holds.
   CUTLASS_HOST_DEVICE static constexpr int channel_of_lane(int lane) {
     int const g = lane / 4, t = lane % 4;
     return (g / 2 - t & 3) * 8 + 2 * t + g % 2;
   }
-  /// As DepthwiseWeights::pack.
-  CUTLASS_DEVICE static void pack(Arguments const& args, char* table, int first, int thread, int threads) {
+  /// Thread `thread` of `threads` writes its part of the table of one chunk, from channel `first` on.
+  CUTLASS_DEVICE static void fill(Arguments const& args, char* table, int first, int thread, int threads) {
     using Element = typename Config::Element;
     auto const* weight = static_cast<Element const*>(args.dw_weight);
+    CUTLASS_PRAGMA_NO_UNROLL  // the threads have few registers
     for (int i = thread; i < kBytes / 4; i += threads) {
       int const lane = i % 32, pair = i / 32 % (kPairs + 1), group = first + i / 32 / (kPairs + 1) * 32;
       uint32_t word = 0;
       if (pair == kPairs) {
-        int const c = group + Geometry<Config>::channel_of_k(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2);
+        int const c = group + channel_of_column(lane % 8 / 2, lane / 8 * 2 + lane % 2);
         float const bias = Config::kDwBias && c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
         word = __float_as_uint(bias);
       } else {
@@ -188,6 +192,19 @@ struct DiagonalDepthwise {
       for (int b = 0; b < Config::kBlocks; ++b)
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 4; ++i) value[j / 2][b][i / 2][j % 2 * 2 + i % 2] = Config::MidActivation::apply(sum[b][j][i]);
+  }
+
+  /// Columns that were turned, in the order of channels: a lane has a pair of them in each register.
+  CUTLASS_DEVICE static void straighten(OperandFragment<Config> (&fragment)[2], int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int j = 1; j < 4; ++j)
+      CUTLASS_PRAGMA_UNROLL
+      for (int b = 0; b < Config::kBlocks; ++b)
+        CUTLASS_PRAGMA_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          uint32_t& pair = fragment[j / 2].a[0][b][j % 2 * 2 + h];
+          pair = __shfl_sync(0xffffffffu, pair, (lane & ~3) | (lane + j & 3));
+        }
   }
 
   /// Without a depthwise convolution the matrices are the fragments.
