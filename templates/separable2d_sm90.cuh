@@ -670,7 +670,6 @@ CUTLASS_DEVICE void accumulate_diagonal(typename PointwiseMma<Config>::Accumulat
         OperandFragment<One> fragment[2];
         CUTLASS_PRAGMA_UNROLL
         for (int i = 0; i < 2; ++i) fragment[i].assign(value + i, PixelScale<One>{}, check);
-        View::straighten(fragment, lane);
         PointwiseMma<One>::issue(reinterpret_cast<Accumulator&>(acc[b]), fragment, weights, 2 * group, !zero);
       }
     } else {
