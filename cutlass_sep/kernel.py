@@ -1,6 +1,6 @@
 """A compiled problem on a device: loads cubins, encodes TMA descriptors and launches on PyTorch's current stream.
 
-Launching allocates one workspace (the packed weights) from PyTorch's allocator and never synchronises.
+Launching allocates at most one workspace (packed weights) from PyTorch's allocator and never synchronises.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Module:
                 driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0),
                 f"loading a cubin for {arch} on cuda:{device}",
             )
-            self.pack = self._kernel("pack_weights")
+            self.pack = self._kernel("pack_weights") if any(stage.packs for stage in stages) else None
             self.mains = [self._kernel(stage.name) for stage in stages]
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             for main, stage in zip(self.mains, stages, strict=True):
@@ -153,6 +153,11 @@ class Stage(ABC):
     #: Whether the kernel waits by itself for the one before it on the stream.
     overlaps = True
 
+    @property
+    def packs(self) -> bool:
+        """Whether a launch before packs this kernel's weights."""
+        return self.geometry.pack_blocks > 0
+
     @abstractmethod
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(grid x, y, z, block x, y, z, shared bytes) of a launch, and the ints of Arguments."""
@@ -192,6 +197,15 @@ class SeparableStage(Stage):
         g, size = self.geometry, self.geometry.problem.element_size
         if g.schedule.path != "sm90":
             return []
+        return self._activations(g, size) + ([] if g.packed else [self._weights(g, size)])
+
+    @staticmethod
+    def _weights(g: Geometry, size: int) -> TensorMap:
+        return TensorMap(_PW_WEIGHT, ("c", "o"), (128 // size, g.schedule.tile_oc), 128)
+
+    @staticmethod
+    def _activations(g: Geometry, size: int) -> list[TensorMap]:
+        """x and y."""
         if g.channels_last:
             columns = g.schedule.mma_q or 16  # of a block of 16 pixels
             return [
@@ -271,17 +285,21 @@ class _Launcher:
             own = [_ARGUMENTS.format + "16x", *["128s"] * len(stage.maps)]
             stage_parameters.append([_PARAMETER_BYTES * (len(formats) + i) for i in range(len(own))])
             formats += own
-        # Behind them it lists the addresses of those of each launch; pack_weights takes the Arguments of all stages.
-        lists = [[own[0] for own in stage_parameters], *stage_parameters]
+        # Behind them it lists the addresses of those of each launch; pack_weights takes the Arguments of all it packs for.
+        packed = [own[0] for own, stage in zip(stage_parameters, stages, strict=True) if stage.packs]
+        lists = [packed, *stage_parameters] if packed else stage_parameters
         self._parameters = [parameter for own in lists for parameter in own]
         self._layout = struct.Struct("".join(formats) + f"{len(self._parameters)}Q")
         self._memory = ctypes.c_char * (self._layout.size + 64)
 
         pack_blocks = sum(stage.geometry.pack_blocks for stage in stages)
-        shapes = [(pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0), *(shape for shape, _ in configurations)]
+        shapes = [shape for shape, _ in configurations]
+        kernels = module.mains
+        if packed:
+            shapes, kernels = [(pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0), *shapes], [module.pack, *kernels]
         #: Each launch's kernel and shape, and where in a frame its parameters are listed.
         self._launches, offset = [], _PARAMETER_BYTES * len(formats)
-        for kernel, shape, own in zip((module.pack, *module.mains), shapes, lists, strict=True):
+        for kernel, shape, own in zip(kernels, shapes, lists, strict=True):
             self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
         # Path sm90: a main kernel starts while the one before it in the call still runs, and waits for it
@@ -435,9 +453,10 @@ class Kernel:
         if not _thread.has_context:
             launcher.enter_context()
             _thread.has_context = True
-        workspace = x.new_empty(self._workspace_elements)  # 0.2 us faster than torch.empty of bytes
+        # 0.2 us faster than torch.empty of bytes.
+        workspace = x.new_empty(self._workspace_elements) if self._workspace_elements else None
         stream = torch._C._cuda_getCurrentRawStream(device)  # 1.6 us faster than torch.cuda.current_stream's
-        key = (stream, *addresses, y.data_ptr(), workspace.data_ptr())
+        key = (stream, *addresses, y.data_ptr(), 0 if workspace is None else workspace.data_ptr())
         frame = launcher.frames.get(key)
         if frame is None:
             frame = launcher.frame(key, self._pointers(*key[1:]))

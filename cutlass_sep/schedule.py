@@ -43,7 +43,7 @@ SM90_CANDIDATES = 8
 #: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
 TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
 #: Registers of a consumer's and a producer's thread by number of consumer warpgroups (setmaxnreg; see
-#: templates/separable2d_sm90.cuh), and where the warps that turn rows get more (Geometry.room_beside).
+#: templates/separable2d_sm90.cuh), and where the warps beside the producer get more (Geometry.room_beside).
 #: All together they are at most what the launch gives.
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 32, 2: 24, 3: 32}
@@ -190,6 +190,13 @@ class Geometry:
         return self.schedule.mma_q > 0 and not self.channels_last
 
     @property
+    def packed(self) -> bool:
+        """Whether a launch before packs the weights. Where tensor cores make the depthwise outputs, the main kernel takes
+        them as they are.
+        """
+        return not self.schedule.mma_q
+
+    @property
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
         if self.turned:  # blocks side by side
@@ -294,7 +301,7 @@ class Geometry:
 
     @property
     def stage_bytes(self) -> int:
-        """Packed weights of one pass (templates/pack_weights.cuh)."""
+        """Weights of one pass as they lie in shared memory (templates/pack_weights.cuh)."""
         return round_up(self.pointwise_weight_bytes + self.depthwise_weight_bytes, 1024)
 
     @property
@@ -320,6 +327,8 @@ class Geometry:
 
     @property
     def workspace_bytes(self) -> int:
+        if not self.packed:
+            return 0
         stages = self.oc_tiles * self.chunks
         channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, scale of the split form
         flags = self.pack_blocks * 4 if self.split else 0
@@ -328,7 +337,7 @@ class Geometry:
     @property
     def pack_blocks(self) -> int:
         """Blocks of pack_weights: 16 output channels of one pass each."""
-        return self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
+        return self.packed * self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
 
     @property
     def store_bytes(self) -> int:
@@ -412,9 +421,8 @@ class Geometry:
 
     @property
     def room_beside(self) -> bool:
-        """sm90: whether the warps that turn rows get registers of the consumers."""
-        s = self.schedule
-        return self.turned and s.warpgroups < 3 and (not self.march or s.blocks * s.tile_oc < 256)
+        """sm90: whether the warps beside the producer, which fill in taps and turn rows, get registers of the consumers."""
+        return not self.packed and self.problem.depthwise and self.schedule.warpgroups < 3
 
     @property
     def consumer_registers(self) -> int:
@@ -590,6 +598,8 @@ def _no_diagonals(geometry: Geometry) -> str | None:
         return f"mma.sync reads 16-bit tensors, not {p.dtype}"
     if geometry.turned and (not p.depthwise or p.residual):
         return "contiguous rows are turned for a depthwise convolution alone, without a residual"
+    if p.c % (MAX_ALIGNMENT // p.element_size):
+        return f"TMA needs rows of pointwise weights of a multiple of {MAX_ALIGNMENT // p.element_size} channels, not {p.c}"
     if geometry.turned and s.blocks > 2:
         return f"blocks={s.blocks} must be 1 or 2"
     if geometry.channels_last and p.depthwise and s.blocks != 1:

@@ -142,6 +142,7 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
         "name": name,
         "config": f"{name.capitalize()}Config",
         "turned": geometry.turned,
+        "packed": geometry.packed,
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
         "depthwise_atom": f"SM80_16x8x16_{kind}",

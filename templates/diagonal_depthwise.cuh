@@ -5,14 +5,14 @@
 // pointwise MMA. A matrix of 8 pixels and 8 channels serves every tap and pixel that needs it. Zero times a value that is not finite is NaN:
 // such a value spoils 8 channels of its pixels, and OperandFragment's check finds them.
 //
-// Channels are taken 32 at a time, in 4 groups of 8. Group j has its channels in columns turned by 2j, so that of the 4 groups' diagonals each
-// lane holds exactly one weight: 4 bytes a lane bring two taps of 32 channels.
+// Channels are taken 32 at a time, in 4 groups of 8. A group's diagonal is on 8 lanes, to each of which 4 bytes bring two taps of its channel; the
+// other lanes read the same bytes and make zeros of them.
 #pragma once
 
 namespace cutlass_sep {
 
-/// Depthwise weights and bias of a chunk of channels: [32 channels][pair of taps][lane] two 16-bit taps; then in fp32 the biases of the 8 channels
-/// whose sums the lanes of a column have, [lane % 4][group of 8 channels][2].
+/// Depthwise weights and bias of a chunk of channels: of each 32 channels [pair of taps][channel] two 16-bit taps; then in fp32 the biases of the 8
+/// channels whose sums the lanes of a column have, [lane % 4][group of 8 channels][2].
 template <class Config>
 struct DiagonalTaps {
   static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
@@ -20,31 +20,37 @@ struct DiagonalTaps {
   static constexpr int kGroupBytes = Config::kDepthwise ? (kPairs + 1) * 128 : 0;
   static constexpr int kBytes = Config::kSlotChannels / 32 * kGroupBytes;
 
-  /// Channel, of 32, whose weights a lane holds.
-  CUTLASS_HOST_DEVICE static constexpr int channel_of_lane(int lane) {
-    int const g = lane / 4, t = lane % 4;
-    return (g / 2 - t & 3) * 8 + 2 * t + g % 2;
-  }
-  /// As DepthwiseWeights::pack.
-  CUTLASS_DEVICE static void pack(Arguments const& args, char* table, int first, int thread, int threads) {
+  /// Thread `thread` of `threads` writes its part of the table of one chunk, from channel `first` on.
+  CUTLASS_DEVICE static void fill(Arguments const& args, char* table, int first, int thread, int threads) {
     using Element = typename Config::Element;
-    auto const* weight = static_cast<Element const*>(args.dw_weight);
-    for (int i = thread; i < kBytes / 4; i += threads) {
-      int const lane = i % 32, pair = i / 32 % (kPairs + 1), group = first + i / 32 / (kPairs + 1) * 32;
-      uint32_t word = 0;
-      if (pair == kPairs) {
-        int const c = group + Geometry<Config>::channel_of_k(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2);
-        float const bias = Config::kDwBias && c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
-        word = __float_as_uint(bias);
-      } else {
-        int const c = group + channel_of_lane(lane);
-        float tap[2] = {};
-        CUTLASS_PRAGMA_UNROLL
-        for (int k = 0; k < 2; ++k)
-          if (c < Config::kC && 2 * pair + k < kTaps) tap[k] = float(weight[int64_t(c) * kTaps + 2 * pair + k]);
-        word = pack_pair<Element>(tap[0], tap[1]);
+    constexpr int kGroups = Config::kSlotChannels / 32, kWords = kGroups * kPairs * 32;
+    auto const* const weight = static_cast<uint16_t const*>(args.dw_weight);
+    auto* const words = reinterpret_cast<uint32_t*>(table);
+    constexpr int kBatch = kWords / 96 < 8 ? 4 : 8;  // words on their way at a time: there are few registers, and each way is long
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int start = thread; start < kWords; start += kBatch * threads) {
+      uint32_t word[kBatch];
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        int const i = start + k * threads, tap = i / 32 % kPairs * 2, c = first + i / 32 / kPairs * 32 + i % 32;
+        uint16_t const* const own = weight + int64_t(c) * kTaps + tap;
+        bool const there = i < kWords && c < Config::kC;
+        word[k] = there ? own[0] : 0;
+        if (there && tap + 1 < kTaps) word[k] |= uint32_t(own[1]) << 16;
       }
-      reinterpret_cast<uint32_t*>(table)[i] = word;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        int const i = start + k * threads;
+        if (i < kWords) words[i + i / 32 / kPairs * 32] = word[k];
+      }
+    }
+    if constexpr (Config::kDwBias) {
+      CUTLASS_PRAGMA_NO_UNROLL
+      for (int i = thread; i < kGroups * 32; i += threads) {
+        int const c = first + i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
+        float const bias = c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
+        words[(i / 32 * (kPairs + 1) + kPairs) * 32 + i % 32] = __float_as_uint(bias);
+      }
     }
   }
 };
@@ -106,8 +112,7 @@ struct DiagonalDepthwise {
 
   /// Bytes by column % 8, which is what TMA's swizzle depends on. `pixel` is the lane's, in columns from where rows begin.
   uint32_t offset[8];
-  uint32_t selector[2];  // brings one of the two taps of a lane's word to where the diagonal meets the lane
-  uint32_t mask[4];      // all ones for the group whose taps the lane holds, else zero
+  uint32_t selector[2];  // brings one of the two taps of a word to where the diagonal meets the lane; zeros to lanes that it does not meet
   int t;
 
   /// `pixel`: the warp's first.
@@ -118,10 +123,8 @@ struct DiagonalDepthwise {
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 2; ++k) {
       uint32_t const bytes = k == 0 ? 0x10u : 0x32u;  // of the word; byte 4 is zero
-      selector[k] = g % 2 == 0 ? 0x4400u | bytes : bytes << 8 | 0x44u;
+      selector[k] = g / 2 != t ? 0x4444u : g % 2 == 0 ? 0x4400u | bytes : bytes << 8 | 0x44u;
     }
-    CUTLASS_PRAGMA_UNROLL
-    for (int j = 0; j < 4; ++j) mask[j] = (g / 2 - t & 3) == j ? ~0u : 0u;
   }
 
   /// `rows(r)`: address of window row r; `rows.phase(r)`: columns by which its swizzle is turned. `group`: of 32 channels in the chunk.
@@ -142,17 +145,15 @@ struct DiagonalDepthwise {
     constexpr int kTo = cute::min(kMatrices.ready[kSecond] + kAhead + 1, kCount);
     CUTLASS_PRAGMA_UNROLL
     for (int i = kFrom; i < kTo; ++i) load(matrix[i], kMatrices.row[i], kMatrices.column[i], rows, group);
-    uint32_t const word = taps[Pair * 32];
-    uint32_t const low = __byte_perm(word, 0, selector[0]), high = __byte_perm(word, 0, selector[1]);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
-      uint32_t const b0 = low & mask[j];
+      uint32_t const b0 = __byte_perm(taps[Pair * 32 + j * 8], 0, selector[0]);
       CUTLASS_PRAGMA_UNROLL
       for (int b = 0; b < Config::kBlocks; ++b) {
         float(&d)[4] = sum[b][j];
         uint32_t const a0 = matrix[kMatrices.of[kTap][b][0]][j], a1 = matrix[kMatrices.of[kTap][b][1]][j];
         if constexpr (kTwo) {
-          uint32_t const b1 = high & mask[j];
+          uint32_t const b1 = __byte_perm(taps[Pair * 32 + j * 8], 0, selector[1]);
           uint32_t const a2 = matrix[kMatrices.of[kSecond][b][0]][j], a3 = matrix[kMatrices.of[kSecond][b][1]][j];
           Config::DepthwiseAtom::fma(d[0], d[1], d[2], d[3], a0, a1, a2, a3, b0, b1, d[0], d[1], d[2], d[3]);
         } else {
@@ -181,7 +182,7 @@ struct DiagonalDepthwise {
       CUTLASS_PRAGMA_UNROLL
       for (int b = 0; b < Config::kBlocks; ++b) sum[b][j][0] = sum[b][j][2] = bias.x, sum[b][j][1] = sum[b][j][3] = bias.y;
     }
-    accumulate_all(sum, rows, group, reinterpret_cast<uint32_t const*>(own) + lane, cute::make_int_sequence<T::kPairs>{});
+    accumulate_all(sum, rows, group, reinterpret_cast<uint32_t const*>(own) + lane / 4, cute::make_int_sequence<T::kPairs>{});
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j)
       CUTLASS_PRAGMA_UNROLL

@@ -4,6 +4,8 @@
 // output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme
 // scales). A stage holds the pointwise weights as K-major MMA operands [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled],
 // then the depthwise weights of DepthwiseWeights or DiagonalTaps. Channels and output channels past the end are zero.
+//
+// Where tensor cores make the depthwise outputs nothing is packed: the main kernel's TMA and idle warps fill its stages from the tensors.
 #pragma once
 
 namespace cutlass_sep {
@@ -29,9 +31,10 @@ struct PackedWeights {
   /// A block packs kSliceRows output channels of one stage.
   static constexpr int kSliceRows = 16;
   static constexpr int kSlices = ceil_div(Config::kTileOc, kSliceRows);
-  static constexpr int kBlocks = kStages * kSlices;
+  static constexpr bool kPacked = !G::kTensorDepthwise;
+  static constexpr int kBlocks = kPacked ? kStages * kSlices : 0;
   static constexpr int kFlags = Config::kSplit ? kBlocks : 0;
-  static constexpr int64_t kBytes = (kFlagOffset + kFlags * 4 + 255) / 256 * 256;
+  static constexpr int64_t kBytes = kPacked ? (kFlagOffset + kFlags * 4 + 255) / 256 * 256 : 0;
 
   /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
   CUTLASS_HOST_DEVICE static constexpr int instruction_offset(int i, int part) {
@@ -47,7 +50,13 @@ struct OutputChannels {
 
   CUTLASS_DEVICE OutputChannels(Arguments const& args, int oc) {
     auto const* workspace = static_cast<char const*>(args.workspace) + oc * 4;
-    if constexpr (Config::kPwBias) load_vector<float>(bias, workspace + P::kBiasOffset);
+    if constexpr (Config::kPwBias && P::kPacked) load_vector<float>(bias, workspace + P::kBiasOffset);
+    if constexpr (Config::kPwBias && !P::kPacked) {
+      using Element = typename Config::Element;
+      auto const* const own = static_cast<Element const*>(args.pw_bias) + oc;
+      if (oc + 1 < Config::kO) load_vector<Element>(bias, own);
+      else if (oc < Config::kO) bias[0] = float(*own);
+    }
     if constexpr (Config::kSplit) load_vector<float>(inverse_scale, workspace + P::kScaleOffset);
   }
 
@@ -97,7 +106,7 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
   for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += kPackThreads) {
     int const row = first_row + i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
-    int const c = chunk * Config::kSlotChannels + k / G::kChannelPeriod * G::kChannelPeriod + G::channel_of_k(k % G::kChannelPeriod);
+    int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels + G::channel_of_k(k % G::kInstructionChannels);
     int const oc = oc_tile * Config::kTileOc + row;
     bool const inside = c < Config::kC && oc < Config::kO;
     Element const raw = inside ? pw_weight[int64_t(oc) * Config::kC + c] : Element(0.f);

@@ -11,7 +11,7 @@ struct Arguments {
   void const* dw_bias;     // [C] or null
   void const* pw_bias;     // [O] or null
   void* y;                 // [N,O,P,Q] in the layout of Config
-  void* workspace;         // packed weights, see pack_weights.cuh
+  void* workspace;         // packed weights, see pack_weights.cuh; null if the kernel takes them as they are
   // Of the block that this kernel is a part of, else null:
   void const* block_x;        // x of the block, in the layout of Config: what kResidual adds to y, and what exact_block.cuh starts from
   void const* expand_weight;  // [kC,kExpandC]; kExpandC = 0: exact_block.cuh is not needed
@@ -77,12 +77,10 @@ struct Geometry {
   CUTLASS_HOST_DEVICE static constexpr int channel_of(int t, int j) {
     return Config::kPixelMajor ? kLaneChannels * t + j : t + 4 * j;
   }
-  /// Channels after which channel_of_k begins anew.
-  static constexpr int kChannelPeriod = kTensorDepthwise ? 32 : kInstructionChannels;
-  /// Channel, within its period, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9 (in the split form the last
-  /// two come from the second step); TF32 ones t, t+4. Diagonals of taps turn the j-th 8 channels by 2j columns.
+  /// Channel, within its instruction, of MMA column k. 16-bit A fragments hold columns 2t, 2t+1, 2t+8, 2t+9 (in the split form the last
+  /// two come from the second step); TF32 ones t, t+4. Where tensor cores make the depthwise outputs, columns are channels.
   CUTLASS_HOST_DEVICE static constexpr int channel_of_k(int k) {
-    if (kTensorDepthwise) return Config::kDepthwise ? k / 8 * 8 + (k % 8 + 32 - k / 8 * 2) % 8 : k;
+    static_assert(!kTensorDepthwise);
     if (Config::kSplit) return k / 8 * kStepChannels + channel_of(k % 8 / 2, k % 2);
     return kElementBytes == 4 ? channel_of(k % 4, k / 4) : channel_of(k % 8 / 2, k / 8 * 2 + k % 2);
   }

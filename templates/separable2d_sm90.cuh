@@ -1,10 +1,11 @@
 // The separable operator on Hopper: one persistent, warp-specialised kernel.
 //
-// A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the packed weights beside them.
+// A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the weights beside them: packed ones,
+// or for the tensor cores' depthwise stage the pointwise ones as they are, to which the three warps beside it add the taps.
 // Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers, by fp32 FMA (depthwise_operand.cuh) or on the
 // tensor cores (diagonal_depthwise.cuh), and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise
-// outputs never touch shared or global memory. Contiguous rows for the tensor cores are turned to pixel-major ones as they come, by the three
-// warps beside the producer (turn_rows.cuh).
+// outputs never touch shared or global memory. Contiguous rows for the tensor cores are turned to pixel-major ones as they come, by the same
+// three warps (turn_rows.cuh).
 //
 // Work items are (image, block of output rows, strip of kTileQ columns, tile of output channels). If one pass takes all channels, an item
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
@@ -25,16 +26,17 @@ struct TurnedColumns;
 template <class Config, int Columns>
 struct TurnedRow;
 
-/// Warps that turn rows.
-constexpr int kTurningWarps = 3;
+/// Warps beside the producer, which fill in taps and turn rows.
+constexpr int kHelperWarps = 3;
 
 template <class Config>
 struct Sm90Layout {
   using G = Geometry<Config>;
   using P = PackedWeights<Config>;
   static constexpr int kWarpgroups = Config::kWarpgroups;
-  /// Turning warps, and the producer's copies beside them, get more registers where windows are turned or sums of y leave some.
-  static constexpr bool kRoomBeside = G::kTurned && kWarpgroups < 3 && (G::kChunks > 1 || Config::kBlocks * Config::kTileOc < 256);
+  /// Whether helper warps fill in the taps of every stage of weights; they, and those that turn rows, get more registers where there are some.
+  static constexpr bool kFillsTaps = !P::kPacked && Config::kDepthwise;
+  static constexpr bool kRoomBeside = kFillsTaps && kWarpgroups < 3;
   static constexpr int kProducerRegisters = kRoomBeside ? 40 : kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 1   ? 240
                                             : kWarpgroups == 2 ? (kRoomBeside ? 232 : 240)
@@ -153,12 +155,12 @@ struct Sm90Shared {
 
   CUTLASS_DEVICE void initialise() const {
     for (int i = 0; i < Config::kRowSlots; ++i) {
-      row_full[i].init(L::G::kTurned ? kTurningWarps : 1);
+      row_full[i].init(L::G::kTurned ? kHelperWarps : 1);
       row_empty[i].init(4 * L::kWarpgroups);
       if constexpr (L::G::kTurned) row_landed[i].init(1);
     }
     for (int i = 0; i < Config::kWeightSlots; ++i) {
-      weight_full[i].init(1);
+      weight_full[i].init(1 + (L::kFillsTaps ? kHelperWarps : 0));
       weight_empty[i].init(4 * L::kWarpgroups);
     }
     cutlass::arch::fence_barrier_init();
@@ -197,9 +199,30 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescript
   }
 }
 
+/// Fills the stage of weights of an item's `chunk`, but for its taps where those are filled in.
+template <class Config>
+CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor const& weight_map, FullBarrier& barrier, char* stage, int oc_tile,
+                                 int chunk) {
+  using L = Sm90Layout<Config>;
+  using P = typename L::P;
+  auto* const mbarrier = reinterpret_cast<uint64_t*>(&barrier);
+  if constexpr (P::kPacked) {
+    barrier.arrive_and_expect_tx(P::kStageBytes);
+    char const* const packed = static_cast<char const*>(args.workspace) + int64_t(oc_tile * L::G::kChunks + chunk) * P::kStageBytes;
+    cute::SM90_BULK_COPY_G2S::copy(packed, mbarrier, stage, P::kStageBytes);
+  } else {
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+    barrier.arrive_and_expect_tx(P::kPointwiseBytes);
+    CUTLASS_PRAGMA_UNROLL
+    for (int atom = 0; atom < L::kAtoms; ++atom)
+      cute::SM90_TMA_LOAD_2D::copy(&weight_map, mbarrier, kHint, stage + atom * P::kPartBytes,
+                                   chunk * Config::kSlotChannels + atom * L::kAtomChannels, oc_tile * Config::kTileOc);
+  }
+}
+
 template <class Config>
 CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_unit_map,
-                            Sm90Shared<Config> const& shared) {
+                            cute::TmaDescriptor const& weight_map, Sm90Shared<Config> const& shared) {
   using L = Sm90Layout<Config>;
   RingCursor<Config::kRowSlots> row;
   RingCursor<Config::kWeightSlots> weight;
@@ -213,10 +236,7 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
         shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
-        shared.weight_full[weight.slot].arrive_and_expect_tx(L::P::kStageBytes);
-        char const* stage = static_cast<char const*>(args.workspace) + int64_t(item.oc_tile * L::G::kChunks + chunk) * L::P::kStageBytes;
-        cute::SM90_BULK_COPY_G2S::copy(stage, reinterpret_cast<uint64_t*>(&shared.weight_full[weight.slot]), shared.weights(weight.slot),
-                                       L::P::kStageBytes);
+        load_weights<Config>(args, weight_map, shared.weight_full[weight.slot], shared.weights(weight.slot), item.oc_tile, chunk);
         weight.advance();
       }
       CUTLASS_PRAGMA_NO_UNROLL
@@ -232,28 +252,46 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
   }
 }
 
-/// Warp `warp` of kTurningWarps: its part of every slot, turned.
+/// Warp `warp` of kHelperWarps: its part of every stage's taps, and of every slot to be turned.
 template <class Config>
-CUTLASS_DEVICE void turn(Arguments const& args, Sm90Shared<Config> const& shared, int warp, int lane) {
+CUTLASS_DEVICE void help(Arguments const& args, Sm90Shared<Config> const& shared, int warp, int lane) {
   using L = Sm90Layout<Config>;
-  using Row = TurnedRow<Config, L::kColumns>;
-  Row const turned(lane);
-  int const items = WorkItem<Config>::count(args);
-  int slots = 0;
-  for (int index = blockIdx.x; index < items; index += gridDim.x) slots += WorkItem<Config>(args, index).slots() * L::G::kChunks;
   RingCursor<Config::kRowSlots> row;
+  RingCursor<Config::kWeightSlots> weight;
+  int const items = WorkItem<Config>::count(args);
+  bool first = true;
   CUTLASS_PRAGMA_NO_UNROLL
-  for (; slots > 0; --slots) {
-    shared.row_landed[row.slot].wait(row.parity);
+  for (int index = blockIdx.x; index < items; index += gridDim.x) {
     CUTLASS_PRAGMA_NO_UNROLL
-    for (int i = warp; i < L::kAtoms * L::kSlotRows * Row::kBatches; i += kTurningWarps) {
-      int const part = i / Row::kBatches;
-      turned.turn(shared.row(row.slot) + part / L::kSlotRows * L::kAtomBytes + part % L::kSlotRows * L::kColumns * 128, i % Row::kBatches);
+    for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
+      if (!L::kResidentWeights || first) {
+        shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
+        DiagonalTaps<Config>::fill(args, shared.weights(weight.slot) + L::P::kPointwiseBytes, chunk * Config::kSlotChannels, 32 * warp + lane,
+                                   32 * kHelperWarps);
+        __syncwarp();
+        if (lane == 0) shared.weight_full[weight.slot].arrive();
+        weight.advance();
+      }
+      if constexpr (L::G::kTurned) {
+        using Row = TurnedRow<Config, L::kColumns>;
+        Row const turned(lane);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int slots = WorkItem<Config>(args, index).slots(); slots > 0; --slots) {
+          shared.row_landed[row.slot].wait(row.parity);
+          CUTLASS_PRAGMA_NO_UNROLL
+          for (int i = warp; i < L::kAtoms * L::kSlotRows * Row::kBatches; i += kHelperWarps) {
+            int const part = i / Row::kBatches;
+            turned.turn(shared.row(row.slot) + part / L::kSlotRows * L::kAtomBytes + part % L::kSlotRows * L::kColumns * 128, i % Row::kBatches);
+          }
+          cutlass::arch::fence_view_async_shared();  // TMA writes here next
+          __syncwarp();
+          if (lane == 0) shared.row_full[row.slot].arrive();
+          row.advance();
+        }
+      }
     }
-    cutlass::arch::fence_view_async_shared();  // TMA writes here next
-    __syncwarp();
-    if (lane == 0) shared.row_full[row.slot].arrive();
-    row.advance();
+    first = false;
+    if (L::kResidentWeights && !L::G::kTurned) return;
   }
 }
 
@@ -838,7 +876,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
 
 template <class Config>
 CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& y_map,
-                                     cute::TmaDescriptor const& x_unit_map, char* raw) {
+                                     cute::TmaDescriptor const& x_unit_map, cute::TmaDescriptor const& weight_map, char* raw) {
   using L = Sm90Layout<Config>;
   Sm90Shared<Config> const shared(raw);
   int const warpgroup = cutlass::canonical_warp_group_idx();
@@ -847,6 +885,7 @@ CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor 
     cute::prefetch_tma_descriptor(&x_map);
     cute::prefetch_tma_descriptor(&y_map);
     if constexpr (L::G::kTurned) cute::prefetch_tma_descriptor(&x_unit_map);
+    if constexpr (!L::P::kPacked) cute::prefetch_tma_descriptor(&weight_map);
   }
   __syncthreads();
   await_grid_before();
@@ -854,9 +893,9 @@ CUTLASS_DEVICE void separable2d_sm90(Arguments const& args, cute::TmaDescriptor 
   if (warpgroup == L::kWarpgroups) {
     cutlass::arch::warpgroup_reg_dealloc<L::kProducerRegisters>();
     int const warp = cutlass::canonical_warp_idx_sync() % 4;
-    if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, x_unit_map, shared);
-    if constexpr (L::G::kTurned)
-      if (warp > 0) turn<Config>(args, shared, warp - 1, cutlass::canonical_lane_idx());
+    if (threadIdx.x == 128 * L::kWarpgroups) produce<Config>(args, x_map, x_unit_map, weight_map, shared);
+    if constexpr (L::kFillsTaps)
+      if (warp > 0) help<Config>(args, shared, warp - 1, cutlass::canonical_lane_idx());
   } else {
     cutlass::arch::warpgroup_reg_alloc<L::kConsumerRegisters>();
     consume<Config>(args, y_map, shared, warpgroup);
