@@ -314,8 +314,10 @@ class Geometry:
     def depthwise_weight_bytes(self) -> int:
         """Depthwise weights of one pass: struct DepthwiseWeights or DiagonalTaps of the templates."""
         if self.schedule.mma_q:
-            pairs = -(-math.prod(self.problem.kernel) // 2)
-            return self.schedule.slot_channels // 32 * (pairs + 1) * 128 if self.problem.depthwise else 0
+            # The table of taps and biases, and behind it what it is made from.
+            p, channels = self.problem, self.schedule.slot_channels
+            table = channels // 32 * (-(-p.taps // 2) + 1) * 128
+            return table + channels * (p.taps + p.dw_bias) * 2 if p.depthwise else 0
         lane_channels = 8 // self.problem.element_size
         row_units = -(-self.problem.kernel[1] * lane_channels // 4)
         return self.schedule.slot_channels // lane_channels * ((self.problem.kernel[0] * row_units + 1) | 1) * 16
@@ -384,7 +386,8 @@ class Geometry:
             weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
-        barriers = ((3 if self.turned else 2) * s.row_slots + 2 * s.weight_slots) * 8
+        fills_taps = not self.packed and self.problem.depthwise
+        barriers = ((3 if self.turned else 2) * s.row_slots + (3 if fills_taps else 2) * s.weight_slots) * 8
         rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
         return rings + self.staging_bytes + self.given_bytes + barriers
 

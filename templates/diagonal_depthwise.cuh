@@ -11,46 +11,39 @@
 
 namespace cutlass_sep {
 
-/// Depthwise weights and bias of a chunk of channels: of each 32 channels [pair of taps][channel] two 16-bit taps; then in fp32 the biases of the 8
-/// channels whose sums the lanes of a column have, [lane % 4][group of 8 channels][2].
+/// Depthwise weights and bias of a chunk of channels. Table: of each 32 channels [pair of taps][channel] two 16-bit taps; then in fp32 the biases of
+/// the 8 channels whose sums the lanes of a column have, [lane % 4][group of 8 channels][2]. Behind the table lies what it is made from: taps and
+/// biases of the chunk as the tensors have them.
 template <class Config>
 struct DiagonalTaps {
+  using Element = typename Config::Element;
   static constexpr int kTaps = Config::kKernelH * Config::kKernelW;
   static constexpr int kPairs = Config::kDepthwise ? ceil_div(kTaps, 2) : 0;
+  static constexpr int kGroups = Config::kSlotChannels / 32;
   static constexpr int kGroupBytes = Config::kDepthwise ? (kPairs + 1) * 128 : 0;
-  static constexpr int kBytes = Config::kSlotChannels / 32 * kGroupBytes;
+  static constexpr int kTableBytes = kGroups * kGroupBytes;
+  static constexpr int kRawTapsBytes = Config::kDepthwise ? Config::kSlotChannels * kTaps * 2 : 0;
+  static constexpr int kRawBiasBytes = Config::kDepthwise && Config::kDwBias ? Config::kSlotChannels * 2 : 0;
+  static constexpr int kBytes = kTableBytes + kRawTapsBytes + kRawBiasBytes;
 
-  /// Thread `thread` of `threads` writes its part of the table of one chunk, from channel `first` on.
-  CUTLASS_DEVICE static void fill(Arguments const& args, char* table, int first, int thread, int threads) {
-    using Element = typename Config::Element;
-    constexpr int kGroups = Config::kSlotChannels / 32, kWords = kGroups * kPairs * 32;
-    auto const* const weight = static_cast<uint16_t const*>(args.dw_weight);
+  /// Thread `thread` of `threads` makes its part of the table from what lies behind it of `channels` channels.
+  CUTLASS_DEVICE static void fill(char* table, int channels, int thread, int threads) {
+    auto const* const taps = reinterpret_cast<uint16_t const*>(table + kTableBytes);
+    auto const* const bias = reinterpret_cast<Element const*>(table + kTableBytes + kRawTapsBytes);
     auto* const words = reinterpret_cast<uint32_t*>(table);
-    constexpr int kBatch = kWords / 96 < 8 ? 4 : 8;  // words on their way at a time: there are few registers, and each way is long
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int start = thread; start < kWords; start += kBatch * threads) {
-      uint32_t word[kBatch];
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        int const i = start + k * threads, tap = i / 32 % kPairs * 2, c = first + i / 32 / kPairs * 32 + i % 32;
-        uint16_t const* const own = weight + int64_t(c) * kTaps + tap;
-        bool const there = i < kWords && c < Config::kC;
-        word[k] = there ? own[0] : 0;
-        if (there && tap + 1 < kTaps) word[k] |= uint32_t(own[1]) << 16;
+    #pragma unroll 2  // more would spill: the threads have few registers
+    for (int i = thread; i < kTableBytes / 4; i += threads) {
+      int const pair = i / 32 % (kPairs + 1), first = i / 32 / (kPairs + 1) * 32;
+      uint32_t word = 0;
+      if (pair == kPairs) {
+        int const c = first + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
+        if (Config::kDwBias && c < channels) word = __float_as_uint(float(bias[c]));
+      } else if (int const c = first + i % 32; c < channels) {
+        uint16_t const* const own = taps + c * kTaps + 2 * pair;
+        word = own[0];
+        if (2 * pair + 1 < kTaps) word |= uint32_t(own[1]) << 16;
       }
-      CUTLASS_PRAGMA_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        int const i = start + k * threads;
-        if (i < kWords) words[i + i / 32 / kPairs * 32] = word[k];
-      }
-    }
-    if constexpr (Config::kDwBias) {
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int i = thread; i < kGroups * 32; i += threads) {
-        int const c = first + i / 32 * 32 + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
-        float const bias = c < Config::kC ? float(static_cast<Element const*>(args.dw_bias)[c]) : 0.f;
-        words[(i / 32 * (kPairs + 1) + kPairs) * 32 + i % 32] = __float_as_uint(bias);
-      }
+      words[i] = word;
     }
   }
 };

@@ -1,7 +1,7 @@
 // The separable operator on Hopper: one persistent, warp-specialised kernel.
 //
 // A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the weights beside them: packed ones,
-// or for the tensor cores' depthwise stage the pointwise ones as they are, to which the three warps beside it add the taps.
+// or for the tensor cores' depthwise stage weights as they are, of whose taps the three warps beside it make a table.
 // Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers, by fp32 FMA (depthwise_operand.cuh) or on the
 // tensor cores (diagonal_depthwise.cuh), and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise
 // outputs never touch shared or global memory. Contiguous rows for the tensor cores are turned to pixel-major ones as they come, by the same
@@ -59,6 +59,8 @@ struct Sm90Layout {
   }
   static constexpr int kColumns = columns();
   static constexpr bool kMarch = G::kChunks == 1;
+  /// Channels of a pass.
+  CUTLASS_DEVICE static int channels(int chunk) { return min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels); }
   /// Rows of x in a slot of the ring: one, or a work item's.
   static constexpr bool kWholeWindow = G::kTensorDepthwise && !kMarch;
   static constexpr int kSlotRows = kWholeWindow ? G::window_rows(kTilesDown * kTileP) : 1;
@@ -100,7 +102,7 @@ struct Sm90Layout {
   static constexpr int kGivenOffset = kStagingOffset + kStagingBytes;
   static constexpr int kGivenBytes = Config::kSplitChannels ? (Config::kBlocks * Config::kTileOc / 2 + 1) * 128 * 4 : 0;
   static constexpr int kBarrierOffset = kGivenOffset + (kWarpgroups - 1) * kGivenBytes;
-  static constexpr int kBarriers = (G::kTurned ? 3 : 2) * Config::kRowSlots + 2 * Config::kWeightSlots;
+  static constexpr int kBarriers = (G::kTurned ? 3 : 2) * Config::kRowSlots + (kFillsTaps ? 3 : 2) * Config::kWeightSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
 };
 
@@ -136,17 +138,21 @@ struct Sm90Shared {
   EmptyBarrier* row_empty;
   FullBarrier* weight_full;
   EmptyBarrier* weight_empty;
-  FullBarrier* row_landed;  // turned: a row is there, and not yet turned
+  FullBarrier* taps_landed;  // taps are there, and not yet in their table
+  FullBarrier* row_landed;   // turned: a row is there, and not yet turned
 
   CUTLASS_DEVICE explicit Sm90Shared(char* raw) : base(raw) {
     row_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
     row_empty = reinterpret_cast<EmptyBarrier*>(row_full + Config::kRowSlots);
     weight_full = reinterpret_cast<FullBarrier*>(row_empty + Config::kRowSlots);
     weight_empty = reinterpret_cast<EmptyBarrier*>(weight_full + Config::kWeightSlots);
-    row_landed = reinterpret_cast<FullBarrier*>(weight_empty + Config::kWeightSlots);
+    taps_landed = reinterpret_cast<FullBarrier*>(weight_empty + Config::kWeightSlots);
+    row_landed = taps_landed + (L::kFillsTaps ? Config::kWeightSlots : 0);
   }
   CUTLASS_DEVICE char* row(int slot) const { return base + slot * L::kSlotBytes; }
   CUTLASS_DEVICE char* weights(int slot) const { return base + L::kWeightOffset + slot * L::P::kStageBytes; }
+  /// Of the stage: DiagonalTaps.
+  CUTLASS_DEVICE char* taps(int slot) const { return weights(slot) + L::P::kPointwiseBytes; }
   CUTLASS_DEVICE char* staging(int warp) const { return base + L::kStagingOffset + warp * L::kStagingWarpBytes; }
   /// This thread's first value of those that `warpgroup` (not the first) gives.
   CUTLASS_DEVICE float* given(int warpgroup) const {
@@ -162,6 +168,7 @@ struct Sm90Shared {
     for (int i = 0; i < Config::kWeightSlots; ++i) {
       weight_full[i].init(1 + (L::kFillsTaps ? kHelperWarps : 0));
       weight_empty[i].init(4 * L::kWarpgroups);
+      if constexpr (L::kFillsTaps) taps_landed[i].init(1);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -199,7 +206,7 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescript
   }
 }
 
-/// Fills the stage of weights of an item's `chunk`, but for its taps where those are filled in.
+/// Brings the weights of an item's `chunk` to their stage: packed ones, or the pointwise ones as they are.
 template <class Config>
 CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor const& weight_map, FullBarrier& barrier, char* stage, int oc_tile,
                                  int chunk) {
@@ -220,6 +227,20 @@ CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor cons
   }
 }
 
+/// Brings taps and biases of `chunk` to where DiagonalTaps::fill reads them.
+template <class Config>
+CUTLASS_DEVICE void load_taps(Arguments const& args, FullBarrier& barrier, char* table, int chunk) {
+  using T = DiagonalTaps<Config>;
+  int const channels = Sm90Layout<Config>::channels(chunk);  // a multiple of 8
+  auto const copy = [&](void const* tensor, char* to, int elements) {
+    auto const* const from = static_cast<typename Config::Element const*>(tensor) + int64_t(chunk) * Config::kSlotChannels * elements;
+    cute::SM90_BULK_COPY_G2S::copy(from, reinterpret_cast<uint64_t*>(&barrier), to, channels * elements * 2);
+  };
+  barrier.arrive_and_expect_tx(channels * (T::kTaps + Config::kDwBias) * 2);
+  copy(args.dw_weight, table + T::kTableBytes, T::kTaps);
+  if constexpr (Config::kDwBias) copy(args.dw_bias, table + T::kTableBytes + T::kRawTapsBytes, 1);
+}
+
 template <class Config>
 CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_map, cute::TmaDescriptor const& x_unit_map,
                             cute::TmaDescriptor const& weight_map, Sm90Shared<Config> const& shared) {
@@ -233,10 +254,12 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
     WorkItem<Config> const item(args, index);
     int const w = item.q * Config::kStrideW - args.pad_left - Config::kPhase;
     int const rows = item.slots();
+    CUTLASS_PRAGMA_NO_UNROLL  // a thread of few registers
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
         shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
         load_weights<Config>(args, weight_map, shared.weight_full[weight.slot], shared.weights(weight.slot), item.oc_tile, chunk);
+        if constexpr (L::kFillsTaps) load_taps<Config>(args, shared.taps_landed[weight.slot], shared.taps(weight.slot), chunk);
         weight.advance();
       }
       CUTLASS_PRAGMA_NO_UNROLL
@@ -265,9 +288,8 @@ CUTLASS_DEVICE void help(Arguments const& args, Sm90Shared<Config> const& shared
     CUTLASS_PRAGMA_NO_UNROLL
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
-        shared.weight_empty[weight.slot].wait(weight.parity ^ 1);
-        DiagonalTaps<Config>::fill(args, shared.weights(weight.slot) + L::P::kPointwiseBytes, chunk * Config::kSlotChannels, 32 * warp + lane,
-                                   32 * kHelperWarps);
+        shared.taps_landed[weight.slot].wait(weight.parity);
+        DiagonalTaps<Config>::fill(shared.taps(weight.slot), L::channels(chunk), 32 * warp + lane, 32 * kHelperWarps);
         __syncwarp();
         if (lane == 0) shared.weight_full[weight.slot].arrive();
         weight.advance();
@@ -812,7 +834,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
           auto const row = base.after(first_row + r);
           shared.row_full[row.slot].wait(row.parity);
         }
-        int const channels = min(Config::kSlotChannels, Config::kC - chunk * Config::kSlotChannels);
+        int const channels = L::channels(chunk);
         bool const zero = L::kPromote || chunk < (Config::kSplitChannels ? L::kWarpgroups : 1);
         if constexpr (L::kWholeWindow) {
           accumulate_diagonal<Config>(acc, view, WindowRows<Config>{shared.row(base.slot)}, shared.weights(slot), channels, zero, lane, check);
