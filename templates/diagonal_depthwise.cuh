@@ -26,24 +26,35 @@ struct DiagonalTaps {
   static constexpr int kRawBiasBytes = Config::kDepthwise && Config::kDwBias ? Config::kSlotChannels * 2 : 0;
   static constexpr int kBytes = kTableBytes + kRawTapsBytes + kRawBiasBytes;
 
-  /// Thread `thread` of `threads` makes its part of the table from what lies behind it of `channels` channels.
-  CUTLASS_DEVICE static void fill(char* table, int channels, int thread, int threads) {
+  /// Warp `warp` of `Warps` makes its part of the table from what lies behind it of `channels` channels: rows of 32 words, some at a time, since each
+  /// is a chain of latencies.
+  template <int Warps>
+  CUTLASS_DEVICE static void fill(char* table, int channels, int warp, int lane) {
     auto const* const taps = reinterpret_cast<uint16_t const*>(table + kTableBytes);
     auto const* const bias = reinterpret_cast<Element const*>(table + kTableBytes + kRawTapsBytes);
-    auto* const words = reinterpret_cast<uint32_t*>(table);
-    #pragma unroll 2  // more would spill: the threads have few registers
-    for (int i = thread; i < kTableBytes / 4; i += threads) {
-      int const pair = i / 32 % (kPairs + 1), first = i / 32 / (kPairs + 1) * 32;
-      uint32_t word = 0;
-      if (pair == kPairs) {
-        int const c = first + i % 8 / 2 * 8 + i % 32 / 8 * 2 + i % 2;
-        if (Config::kDwBias && c < channels) word = __float_as_uint(float(bias[c]));
-      } else if (int const c = first + i % 32; c < channels) {
+    auto* const words = reinterpret_cast<uint32_t*>(table) + lane;
+    constexpr int kRows = kGroups * kPairs, kBatch = cute::min(ceil_div(kRows, Warps), 5);
+    CUTLASS_PRAGMA_NO_UNROLL
+    for (int start = warp; start < kRows; start += kBatch * Warps) {
+      uint32_t word[kBatch];
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        int const row = min(start + k * Warps, kRows - 1), pair = row % kPairs, c = row / kPairs * 32 + lane;
         uint16_t const* const own = taps + c * kTaps + 2 * pair;
-        word = own[0];
-        if (2 * pair + 1 < kTaps) word |= uint32_t(own[1]) << 16;
+        word[k] = own[0] | (2 * pair + 1 < kTaps ? uint32_t(own[1]) << 16 : 0);
+        if (c >= channels) word[k] = 0;
       }
-      words[i] = word;
+      CUTLASS_PRAGMA_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        int const row = min(start + k * Warps, kRows - 1);
+        words[(row + row / kPairs) * 32] = word[k];
+      }
+    }
+    if constexpr (Config::kDwBias) {
+      for (int group = warp; group < kGroups; group += Warps) {
+        int const c = group * 32 + lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+        words[(group * (kPairs + 1) + kPairs) * 32] = c < channels ? __float_as_uint(float(bias[c])) : 0;
+      }
     }
   }
 };

@@ -289,7 +289,7 @@ CUTLASS_DEVICE void help(Arguments const& args, Sm90Shared<Config> const& shared
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
         shared.taps_landed[weight.slot].wait(weight.parity);
-        DiagonalTaps<Config>::fill(shared.taps(weight.slot), L::channels(chunk), 32 * warp + lane, 32 * kHelperWarps);
+        DiagonalTaps<Config>::template fill<kHelperWarps>(shared.taps(weight.slot), L::channels(chunk), warp, lane);
         __syncwarp();
         if (lane == 0) shared.weight_full[weight.slot].arrive();
         weight.advance();
