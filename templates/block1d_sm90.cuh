@@ -33,8 +33,11 @@ struct BlockLayout {
   /// a multiple of 16.
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
-  static constexpr int kProjectRegisters = kParts == 2 ? 152 : 160;
-  static constexpr int kExpandRegisters = kParts == 2 ? 136 : kPositions > 152 ? 120 : 104;  // multiples of 8
+  /// Multiples of 8, other than the 128 at launch. Sums of 128 output channels or fewer leave more to the other warpgroups.
+  static constexpr bool kNarrow = Config::kScaled && kParts == 1 && Config::kTileOc <= 128;
+  static constexpr int kProjectRegisters = kParts == 2 ? 152 : kNarrow ? 120 : 160;
+  static constexpr int kExpandRegisters =
+      kParts == 2 ? 136 : kNarrow || kPositions > 152 ? 120 : Config::kScaled && kPositions <= 136 ? 112 : 104;
   static constexpr int kDepthwiseRegisters = 512 - kProjectWarpgroups * kProjectRegisters - kExpandRegisters;
   static_assert(4 * 128 == kThreads, "of the 512 registers a launch gives to a thread of each of four warpgroups");
   /// Wider tiles are two instructions: one of 256 columns would take more registers than a thread has at launch. In two parts, a half is a

@@ -149,27 +149,29 @@ struct HalfOperands {
     }
   }
 
-  /// 32 positions of x. A thread has 4 of them in 8 channels of every 256. Contiguous, it reads a vector of positions of each channel and writes
-  /// one of channels of each position: x is turned in registers. A warp reads lines of 128 bytes and writes runs of 64.
+  /// 32 positions of x. A thread has 4 of them in a vector of channels of every `kStep`, which it writes. Contiguous, it reads a vector of
+  /// positions of each channel: x is turned in registers; a warp reads lines of 128 bytes and writes runs of 64. channels_last, a warp has 4
+  /// positions in all channels, and reads runs of 512 bytes and writes ones of 256.
   CUTLASS_DEVICE static void pack_x(Arguments const& args, int block) {
-    constexpr int kC = Config::kExpandC, kStep = 256, kSteps = ceil_div(kC, kStep);
+    constexpr int kVector = Config::kChannelsLast ? 4 : 8, kStep = 32 * kVector;
+    constexpr int kC = Config::kExpandC, kSteps = ceil_div(kC, kStep);
     int const blocks = ceil_div(args.w, kPositions), n = block / blocks;
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    int const position = block % blocks * kPositions + lane % 8 * 4, channel = warp * 32 + lane / 8 * 8;
+    int const offset = (Config::kChannelsLast ? warp : lane % 8) * 4, position = block % blocks * kPositions + offset;
+    int const channel = (Config::kChannelsLast ? lane : warp * 4 + lane / 8) * kVector;
     auto const* const x = static_cast<float const*>(args.block_x) + int64_t(n) * kC * args.w;
-    float value[kSteps][4][8] = {}, largest = 0.f;
+    float value[kSteps][4][kVector] = {}, largest = 0.f;
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       int const c = channel + step * kStep;
       if (c >= kC) continue;
       if constexpr (Config::kChannelsLast) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i)
-          if (position + i / 2 < args.w)
-            load_vector<float>(reinterpret_cast<float(&)[4]>(value[step][i / 2][i % 2 * 4]), x + int64_t(position + i / 2) * kC + c + i % 2 * 4);
+        for (int k = 0; k < 4; ++k)
+          if (position + k < args.w) load_vector<float>(value[step][k], x + int64_t(position + k) * kC + c);
       } else if (position < args.w) {
         CUTLASS_PRAGMA_UNROLL
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kVector; ++i) {
           float vector[4];
           load_vector<float>(vector, x + int64_t(c + i) * args.w + position);
           CUTLASS_PRAGMA_UNROLL
@@ -177,20 +179,25 @@ struct HalfOperands {
         }
       }
     }
-    // Of the group's two threads in each 8 channels, and of all channels.
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < 32 * kSteps; ++i) largest = fmaxf(largest, fabsf(value[i / 32][i / 8 % 4][i % 8]));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
-    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
-    __shared__ float of_warp[kWarps][kPositions / kGroup];
-    int const group = lane % 8 / 2;
-    of_warp[warp][group] = largest;
+    for (int i = 0; i < 4 * kVector * kSteps; ++i) largest = fmaxf(largest, fabsf(value[i / kVector / 4][i / kVector % 4][i % kVector]));
+    // Of the warp's lanes in the group, and of the `kShares` warps that have part of it.
+    if constexpr (Config::kChannelsLast) {
+      largest = warp_max(largest);
+    } else {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 8));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 16));
+    }
+    constexpr int kShares = Config::kChannelsLast ? kGroup / 4 : kWarps;
+    __shared__ float of_group[kPositions / kGroup][kShares];
+    int const group = offset / kGroup;
+    of_group[group][warp % kShares] = largest;
     __syncthreads();
     CUTLASS_PRAGMA_UNROLL
-    for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, of_warp[i][group]);
+    for (int i = 0; i < kShares; ++i) largest = fmaxf(largest, of_group[group][i]);
     float const scale = half_scale(largest);
-    if (threadIdx.x < 8 && lane % 2 == 0 && position < args.w) group_scales(args, n)[position / kGroup] = inverse_power(scale);
+    if (channel == 0 && offset % kGroup == 0 && position < args.w) group_scales(args, n)[position / kGroup] = inverse_power(scale);
     auto* const half = static_cast<Half*>(const_cast<void*>(args.x)) + int64_t(n) * args.w * Config::kParts * kC;
     CUTLASS_PRAGMA_UNROLL
     for (int step = 0; step < kSteps; ++step) {

@@ -326,10 +326,10 @@ FUSED = [
     Build("sm_90a", "tf32", "channels_last", WIDE_BLOCK, path="sm90", form="fused"),
 ]
 #: Bytes that a thread of the fused form may spill. Two project warpgroups of 160 registers, for 128 sums at the lead
-#: shape, leave 104 to the expand warpgroup, beside 72 sums of its own, and 88 to the depthwise one; nearly all spills
-#: are in these two. Lead shape: up to 48 bytes under NVRTC 13.0; the short block: up to 108, under newer NVRTCs 128;
-#: tf32 with the widest windows, whose sums are 88: 160, and 172.
-FUSED_SPILLS = 176
+#: shape, leave 104 or 112 to the expand warpgroup, beside 72 sums of its own, and 88 or 80 to the depthwise one. Under
+#: NVRTC 13.0 the lead shape in tf32, channels_last: 28, where results are stored; the short block in 16 bit: 48. With
+#: 128 output channels or fewer tf32 has them shared out otherwise, and spills none.
+FUSED_SPILLS = 64
 #: The same of a kernel whose depthwise stage is on tensor cores: where the sums of 256 output channels leave it no more
 #: registers, a number of the item is kept in local memory, outside of the loops.
 DIAGONAL_SPILLS = 8
@@ -409,7 +409,7 @@ def test_code(build: Build, tmp_path: Path):
         kept = [int(count, 16) for count in re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x\w+)", codes[main])]
         launched = cubin.resources[main].registers
         if main == "block1d":  # two project warpgroups run the same code
-            assert len(taken + kept) == 3 and max(taken) + sum(taken + kept) <= 4 * launched
+            assert len(taken + kept) == 3 and any(sum(taken + kept) + own == 4 * launched for own in taken + kept)
             # To give back down to more than it has crashes a kernel.
             assert all(count > launched for count in taken) and all(count <= launched for count in kept)
             continue
@@ -458,3 +458,10 @@ def test_the_packing_launch_of_an_fp32_block_has_the_blocks_that_the_template_co
     assert geometry.pack_blocks - geometry.weight_blocks == build.problem.n * math.ceil(
         build.problem.l / said["kPositions"]
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_four_blocks_of_the_packing_launch_fit_a_multiprocessor(layout):
+    """At the lead shape, by registers: their loads wait for memory."""
+    build = Build("sm_90a", "ieee", layout, LEAD_BLOCK, path="sm90", form="fused")
+    assert build.cubin().resources["pack_weights"].registers <= 64
