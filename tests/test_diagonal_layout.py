@@ -51,33 +51,32 @@ class Shared:
         return self.values[byte // 2]
 
 
-def channel_of_k(g: Geometry, k: np.ndarray) -> np.ndarray:
-    return k // 8 * 8 + (k % 8 + 32 - k // 8 * 2) % 8 if g.problem.depthwise else k
+def channel_of_column(j: int, column: int) -> int:
+    """Channel, of 32, of a column of group j of 8 channels."""
+    return 8 * j + (column - 2 * j & 7)
 
 
-def pack_pointwise(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> Shared:
-    """pack_weights: a stage's K-major operand."""
+def load_weights(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> Shared:
+    """TMA: of the pointwise weights [O,C] a box of tile_oc rows for each 64 channels, zeros outside."""
     s = g.schedule
     stage = Shared(g.pointwise_weight_bytes)
     row, k = np.mgrid[: s.tile_oc, : s.slot_channels]
-    c, o = chunk * s.slot_channels + k // 32 * 32 + channel_of_k(g, k % 32), oc_tile * s.tile_oc + row
+    o, c = oc_tile * s.tile_oc + row, chunk * s.slot_channels + k
     inside = (c < g.problem.c) & (o < g.problem.o)
-    byte = k % 64 * 2
-    target = k // 64 * s.tile_oc * 128 + row * 128 + ((byte >> 4 ^ row & 7) << 4) + (byte & 15)
-    stage.write(target, np.where(inside, weight[np.where(inside, o, 0), np.where(inside, c, 0)], 0))
+    values = np.where(inside, weight[np.where(inside, o, 0), np.where(inside, c, 0)], 0)
+    stage.write(swizzled(k // 64 * s.tile_oc * 128 + row * 128 + k % 64 * 2), values)
     return stage
 
 
-def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
-    """DiagonalTaps::pack: [32 channels][pair][lane][tap of the pair], the last pair the biases."""
+def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
+    """DiagonalTaps::fill: [32 channels][pair][lane][tap of the pair], the last pair the biases."""
     s, taps = g.schedule, weight.shape[1]
     pairs = -(-taps // 2)
     table = np.zeros((s.slot_channels // 32, pairs + 1, 32, 2))
     for group in range(len(table)):
         first = chunk * s.slot_channels + 32 * group
         for lane in range(32):
-            t, j = lane // 8, lane % 8 // 2
-            if (c := first + channel_of_k(g, np.array(8 * j + 2 * t + lane % 2))) < g.problem.c:
+            if (c := first + channel_of_column(lane % 8 // 2, lane // 8 * 2 + lane % 2)) < g.problem.c:
                 table[group, pairs, lane, 0] = bias[c]
             if (c := first + CHANNEL_OF_LANE[lane]) < g.problem.c:
                 for tap in range(taps):
@@ -217,8 +216,8 @@ def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.nda
                     word[LANE, G % 2] = np.where(mine, table[group, pair, LANE, i], 0)
                     right.append(word)
                 mma([matrix(tap, b, h)[j] for tap in own for h in range(2)], right, d)
-            for h in range(2):
-                fragment[j // 2, b, j % 2 * 2 + h] = d[h]
+            for h in range(2):  # straighten: lane t takes what the lane j further on of its row has
+                fragment[j // 2, b, j % 2 * 2 + h] = d[h][LANE & ~3 | LANE + j & 3]
     return fragment
 
 
@@ -251,7 +250,7 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
     down = 1 if g.march else g.tiles_down
     tops, strips = range(0, p.p, down * g.tile_p), range(0, p.q, g.item_q)
     for oc_tile, top, left, chunk in product(range(g.oc_tiles), tops, strips, range(g.chunks)):
-        table, stage = pack_taps(g, dw, bias, chunk), pack_pointwise(g, pw, oc_tile, chunk)
+        table, stage = fill_taps(g, dw, bias, chunk), load_weights(g, pw, oc_tile, chunk)
         shared = Shared(s.row_slots * g.slot_bytes)
         first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left - g.phase
         slot = (top + chunk) % s.row_slots  # where the ring has come to
@@ -357,14 +356,19 @@ def test_the_templates_compile_to_the_same_arithmetic(tmp_path, monkeypatch: pyt
         f"cutlass_sep::DiagonalDepthwise{config}::kCount": g.matrices,
         f"cutlass_sep::Sm90Layout{config}::kSlotBytes": g.slot_bytes,
         f"cutlass_sep::WindowRows{config}::phase(3)": 3 * g.columns % 8,
+        f"cutlass_sep::PackedWeights{config}::kPointwiseBytes": g.pointwise_weight_bytes,
+        f"cutlass_sep::PackedWeights{config}::instruction_offset(6, 0)": g.schedule.tile_oc * 128 + 2 * 32,
     }
     equal |= {f"cutlass_sep::DiagonalTaps{config}::channel_of_lane({i})": c for i, c in enumerate(CHANNEL_OF_LANE)}
-    equal |= {f"cutlass_sep::Geometry{config}::channel_of_k({k})": channel_of_k(g, k) for k in range(32)}
+    equal |= {
+        f"cutlass_sep::DiagonalTaps{config}::channel_of_column({j}, {column})": channel_of_column(j, column)
+        for j, column in np.ndindex(4, 8)
+    }
     lines = [f'static_assert({left} == {right}, "{left}");\n' for left, right in equal.items()]
     text = source.render_anew(problem, g.schedule, "sm_90a")
     compiler.build(text + "".join(lines), "sm_90a", name="layout-test")
-    with pytest.raises(CompileError, match="channel_of_lane"):
-        compiler.build(text + lines[4].replace("==", "!="), "sm_90a", name="layout-test")
+    with pytest.raises(CompileError, match="channel_of_column"):
+        compiler.build(text + lines[-1].replace("==", "!="), "sm_90a", name="layout-test")
 
 
 @pytest.mark.parametrize("first", range(0, 24, 4))
