@@ -16,6 +16,7 @@ from separable import Case
 
 import cutlass_sep
 from cutlass_sep import kernel
+from cutlass_sep.block_schedule import BlockSchedule
 from cutlass_sep.errors import EnvironmentProblem
 from cutlass_sep.schedule import Schedule
 
@@ -249,6 +250,50 @@ def test_calls_of_several_threads(driver: Driver):
     got = sorted((pointers[X], pointers[Y]) for pointers in seen)
     each = 8 * (1 + driver.stage.packs)
     assert got == sorted((given[0].data_ptr(), y.data_ptr()) for given, y in sets for _ in range(each))
+
+
+@pytest.mark.parametrize("packs", [(True, True), (True, False), (False, True), (False, False)])
+def test_of_two_kernels_those_that_pack_share_a_launch(packs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch):
+    """The workspace: hidden channels, then the packed weights of either kernel."""
+    case = Block(n=2, c=64, e=128, o=72, l=640, kernel=5, residual=False)
+    halves = [Schedule("sm90", 64, 64, 1, 4, 2, 4, 2, mma_q=0 if own else 16) for own in packs]
+    given = case.tensors("meta", torch.bfloat16, "channels_last")
+    schedule = BlockSchedule("two_kernel", "sm90", *halves)
+    of = cutlass_sep.op.SeparableConvBlock1d(*given, **case.options, schedule=schedule, arch="sm_90a").kernel
+    launched = []
+
+    def run(configuration, function, parameters, _) -> tuple[int]:
+        count = sum(packs) if int(function) == PACK else 1
+        arguments = struct.unpack(f"{count}Q", ctypes.string_at(parameters, 8 * count))
+        pointers = [struct.unpack("10Q", ctypes.string_at(at, 80)) for at in arguments]
+        launched.append((int(function), configuration.gridDimX, configuration.numAttrs, pointers))
+        return (0,)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(kernel, "_tensor_map", lambda *_: bytes(128))
+    launcher = kernel._Launcher(SimpleNamespace(pack=PACK, mains=[MAIN, MAIN + 1]), of.stages, 0)
+    *tensors, y, workspace = range(0x1000, 0xA000, 0x1000)
+    frame = launcher.frame((0,), of._pointers(*tensors, y, workspace))
+    for arguments in frame.launches:
+        run(*arguments)
+
+    x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias = tensors
+    hidden_bytes = 2 * 128 * 640 * 2
+    packed = workspace + hidden_bytes
+    assert 2 * of._workspace_elements == hidden_bytes + sum(stage.geometry.workspace_bytes for stage in of.stages)
+    behind = packed + of.stages[0].geometry.workspace_bytes
+    wanted = [
+        (x, 0, expand_weight, 0, expand_bias, workspace, packed if packs[0] else 0, 0, 0, 0),
+        (workspace, dw_weight, project_weight, dw_bias, project_bias, y, behind if packs[1] else 0, x,
+         expand_weight, expand_bias),
+    ]  # fmt: skip
+    *before, first, second = launched
+    assert (first[0], first[3], second[0], second[3]) == (MAIN, wanted[:1], MAIN + 1, wanted[1:])
+    own = [pointers for pointers, packing in zip(wanted, packs, strict=True) if packing]
+    blocks = sum(stage.geometry.pack_blocks for stage in of.stages)
+    assert before == ([(PACK, blocks, 0, own)] if own else [])
+    # Each may start before the one in front of it in this call is complete, but the first one.
+    assert [attributes for _, _, attributes, _ in launched] == [0, 1, 1][: len(launched)]
 
 
 def test_one_box_of_a_window_is_what_its_pieces_are(monkeypatch: pytest.MonkeyPatch):
