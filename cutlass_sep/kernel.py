@@ -157,7 +157,7 @@ class Stage(ABC):
 
     @property
     def packs(self) -> bool:
-        """Whether pack_weights packs weights for this kernel. Else it takes them as they are and gets no workspace."""
+        """Whether pack_weights packs weights for this kernel, at the workspace of its Arguments, which else is null."""
         return self.geometry.pack_blocks > 0
 
     @abstractmethod
