@@ -89,7 +89,8 @@ def _render(op: Operation, name: str) -> dict[str, str]:
     from .problem import MAX_ALIGNMENT
 
     problem, path = op.problem, op.path
-    stages = _stages(op)
+    stages, unpacked = _stages(op), _unpacked(op)
+    packing = [index for index, stage in enumerate(stages) if stage["packs"]]
     vectors = path == "sm90" or problem.alignment == MAX_ALIGNMENT
     product_error, output_error = _ERRORS[problem.fp32_precision or problem.dtype]
     alignment = MAX_ALIGNMENT if vectors else problem.element_size
@@ -126,7 +127,9 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "biases": [name for name in tensors if "bias" in name],
         "parameters": dict(zip(tensors[1:], _shapes(problem), strict=True)),
         "stages": stages,
-        "unpacked": _unpacked(op),
+        "packing": packing,
+        "unpacked": unpacked,
+        "workspace": bool(packing or unpacked),
         "tma": path == "sm90",
         "alignment": alignment,
         "pack_threads": kernel.PACK_THREADS,
@@ -155,20 +158,27 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     stages = op.kernel.stages
     if op.form is None:
         weights = [f"tensors.{name}" for name in ("dw_weight", "pw_weight", "dw_bias", "pw_bias")]
-        pointers = ["tensors.x", *weights, "tensors.y", "packed", *["nullptr"] * 3]
+        pointers = ["tensors.x", *weights, "tensors.y", _packed(stages[0]), *["nullptr"] * 3]
         return [_separable_stage(stages[0], pointers)]
     weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
     of_block = ["tensors.x", "tensors.expand_weight", "tensors.expand_bias"]
     if op.form == "fused":
         x = "unpacked" if stages[0].geometry.scaled else "tensors.x"
-        return [_fused_stage(stages[0], [x, *weights, "tensors.y", "packed", *of_block])]
+        return [_fused_stage(stages[0], [x, *weights, "tensors.y", _packed(stages[0]), *of_block])]
     expand, project = stages
     expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
-    packed = f"packed + {expand.geometry.workspace_bytes}"
+    packed = _packed(project, behind=expand.geometry.workspace_bytes)
     return [
-        _separable_stage(expand, ["tensors.x", *expand_weights, "unpacked", "packed", *["nullptr"] * 3]),
+        _separable_stage(expand, ["tensors.x", *expand_weights, "unpacked", _packed(expand), *["nullptr"] * 3]),
         _separable_stage(project, ["unpacked", *weights, "tensors.y", packed, *of_block]),
     ]
+
+
+def _packed(stage: Stage, behind: int = 0) -> str:
+    """Where a stage's packed weights are, `behind` so many bytes of the stages before it."""
+    if not stage.packs:
+        return "nullptr"
+    return f"packed + {behind}" if behind else "packed"
 
 
 def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
@@ -179,6 +189,7 @@ def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
         "name": stage.name,
         "pointers": pointers,
         "maps": maps,
+        "packs": stage.packs,
         "pack_blocks": str(stage.geometry.pack_blocks),
     } | own
 

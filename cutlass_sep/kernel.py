@@ -1,6 +1,7 @@
 """A compiled problem on a device: loads cubins, encodes TMA descriptors and launches on PyTorch's current stream.
 
-Launching allocates at most one workspace (packed weights) from PyTorch's allocator and never synchronises.
+Launching allocates at most one workspace from PyTorch's allocator, for packed weights and what the kernels of a call
+leave for each other, and never synchronises.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class _Module:
                 driver.cuLibraryLoadData(cubin.code, [], [], 0, [], [], 0),
                 f"loading a cubin for {arch} on cuda:{device}",
             )
+            #: None where no stage packs.
             self.pack = self._kernel("pack_weights") if any(stage.packs for stage in stages) else None
             self.mains = [self._kernel(stage.name) for stage in stages]
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -155,7 +157,7 @@ class Stage(ABC):
 
     @property
     def packs(self) -> bool:
-        """Whether a launch before packs this kernel's weights."""
+        """Whether pack_weights packs weights for this kernel, at the workspace of its Arguments, which else is null."""
         return self.geometry.pack_blocks > 0
 
     @abstractmethod
@@ -197,11 +199,10 @@ class SeparableStage(Stage):
         g, size = self.geometry, self.geometry.problem.element_size
         if g.schedule.path != "sm90":
             return []
-        return self._activations(g, size) + ([] if g.packed else [self._weights(g, size)])
-
-    @staticmethod
-    def _weights(g: Geometry, size: int) -> TensorMap:
-        return TensorMap(_PW_WEIGHT, ("c", "o"), (128 // size, g.schedule.tile_oc), 128)
+        maps = self._activations(g, size)
+        if not g.packed:
+            maps.append(TensorMap(_PW_WEIGHT, ("c", "o"), (128 // size, g.schedule.tile_oc), 128))
+        return maps
 
     @staticmethod
     def _activations(g: Geometry, size: int) -> list[TensorMap]:
@@ -285,21 +286,20 @@ class _Launcher:
             own = [_ARGUMENTS.format + "16x", *["128s"] * len(stage.maps)]
             stage_parameters.append([_PARAMETER_BYTES * (len(formats) + i) for i in range(len(own))])
             formats += own
-        # Behind them it lists the addresses of those of each launch; pack_weights takes the Arguments of all it packs for.
-        packed = [own[0] for own, stage in zip(stage_parameters, stages, strict=True) if stage.packs]
-        lists = [packed, *stage_parameters] if packed else stage_parameters
-        self._parameters = [parameter for own in lists for parameter in own]
+        shapes = [shape for shape, _ in configurations]
+        launches = list(zip(module.mains, shapes, stage_parameters, strict=True))
+        # pack_weights comes first and takes the Arguments of all stages for which it packs.
+        if packed := [own[0] for own, stage in zip(stage_parameters, stages, strict=True) if stage.packs]:
+            blocks = sum(stage.geometry.pack_blocks for stage in stages)
+            launches.insert(0, (module.pack, (blocks, 1, 1, PACK_THREADS, 1, 1, 0), packed))
+        # Behind them a frame lists the addresses of those of each launch.
+        self._parameters = [parameter for *_, own in launches for parameter in own]
         self._layout = struct.Struct("".join(formats) + f"{len(self._parameters)}Q")
         self._memory = ctypes.c_char * (self._layout.size + 64)
 
-        pack_blocks = sum(stage.geometry.pack_blocks for stage in stages)
-        shapes = [shape for shape, _ in configurations]
-        kernels = module.mains
-        if packed:
-            shapes, kernels = [(pack_blocks, 1, 1, PACK_THREADS, 1, 1, 0), *shapes], [module.pack, *kernels]
         #: Each launch's kernel and shape, and where in a frame its parameters are listed.
         self._launches, offset = [], _PARAMETER_BYTES * len(formats)
-        for kernel, shape, own in zip(kernels, shapes, lists, strict=True):
+        for kernel, shape, own in launches:
             self._launches.append((driver.CUfunction(int(kernel)), shape, offset))
             offset += 8 * len(own)
         # Path sm90: a main kernel starts while the one before it in the call still runs, and waits for it
@@ -391,14 +391,14 @@ class Kernel:
         layout = "nhwc" if p.layout == "channels_last" else "nchw"
         return f"dwsep2d-{self.schedule.path}-{p.dtype}-{layout}-c{p.c}-o{p.o}-k{p.kernel[0]}x{p.kernel[1]}"
 
-    #: Bytes of the workspace before the packed weights.
+    #: Bytes of the workspace before the packed weights: what the kernels of a call leave for each other.
     _unpacked_bytes = 0
 
     def _stages(self) -> list[Stage]:
         return [SeparableStage("separable2d", Geometry(self.problem, self.schedule))]
 
     def _pointers(self, *addresses: int) -> list[tuple[int, ...]]:
-        """The ten pointers of Arguments for each stage, of the op's tensors in its order (0 for None), y, workspace."""
+        """The ten pointers of Arguments for each stage, of the op's tensors in its order, y, workspace (0 for None)."""
         return [(*addresses, 0, 0, 0)]
 
     def load(self, device: int) -> None:
@@ -499,9 +499,10 @@ class BlockKernel(Kernel):
         unpacked, packed = workspace, workspace + self._unpacked_bytes
         if self.schedule.form == "fused":
             return [(unpacked if self._unpacked_bytes else x, *project, packed, *of_block)]
-        packed_project = packed + self.stages[0].geometry.workspace_bytes
+        expand_stage, project_stage = self.stages
+        packed_project = packed + expand_stage.geometry.workspace_bytes if project_stage.packs else 0
         return [
-            (x, 0, expand_weight, 0, expand_bias, unpacked, packed, 0, 0, 0),
+            (x, 0, expand_weight, 0, expand_bias, unpacked, packed if expand_stage.packs else 0, 0, 0, 0),
             (unpacked, *project, packed_project, *of_block),
         ]
 

@@ -191,8 +191,8 @@ class Geometry:
 
     @property
     def packed(self) -> bool:
-        """Whether a launch before packs the weights. Where tensor cores make the depthwise outputs, the main kernel takes
-        them as they are.
+        """Whether a launch before packs the weights; where tensor cores make the depthwise outputs, they are taken as
+        they are.
         """
         return not self.schedule.mma_q
 
@@ -424,7 +424,7 @@ class Geometry:
 
     @property
     def room_beside(self) -> bool:
-        """sm90: whether the warps beside the producer, which fill in taps and turn rows, get registers of the consumers."""
+        """sm90: whether the warps beside the producer, which fill in taps and turn rows, get registers of consumers."""
         return not self.packed and self.problem.depthwise and self.schedule.warpgroups < 3
 
     @property
@@ -601,8 +601,8 @@ def _no_diagonals(geometry: Geometry) -> str | None:
         return f"mma.sync reads 16-bit tensors, not {p.dtype}"
     if geometry.turned and (not p.depthwise or p.residual):
         return "contiguous rows are turned for a depthwise convolution alone, without a residual"
-    if p.c % (MAX_ALIGNMENT // p.element_size):
-        return f"TMA needs rows of pointwise weights of a multiple of {MAX_ALIGNMENT // p.element_size} channels, not {p.c}"
+    if p.c % (unit := MAX_ALIGNMENT // p.element_size):
+        return f"TMA needs rows of pointwise weights of a multiple of {unit} channels, not {p.c}"
     if geometry.turned and s.blocks > 2:
         return f"blocks={s.blocks} must be 1 or 2"
     if geometry.channels_last and p.depthwise and s.blocks != 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import block
@@ -281,3 +281,15 @@ def _block_errors() -> dict[str, tuple]:
 
 
 ERRORS = {SEPARABLE: _separable_errors(), BLOCK: _block_errors()}
+
+
+def odd(parameters: list[Tensor]) -> list[Tensor]:
+    """The parameters as parts of one buffer, which begin one element behind an aligned address."""
+    flat = torch.cat([parameters[0].new_zeros(1), *(t.flatten() for t in parameters)])
+    parts = flat[1:].split([t.numel() for t in parameters])
+    return [part.view(t.shape) for part, t in zip(parts, parameters, strict=True)]
+
+
+def strided(tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The tensors as every second element of others."""
+    return tuple(t if t is None else torch.stack([t, t], -1)[..., 0] for t in tensors)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from block import Block, assert_output_close, channels_last
+from subjects import odd, strided
 from torch import Tensor
 
 import cutlass_sep
@@ -215,6 +216,8 @@ class StandIn:
         for t in (tensors[0], y):
             assert t.data_ptr() % self.problem.alignment == 0
             assert (t if self.problem.layout == "contiguous" else t.transpose(1, 2)).is_contiguous()
+        for t in tensors[1:]:
+            assert t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
         y.copy_(reference.separable_conv_block1d(*tensors, *BLOCK1D.options_of(self.problem)))
 
 
@@ -258,6 +261,8 @@ def test_run_copies_what_a_kernel_cannot_read(runnable, layout: str):
     views = [shifted] if layout == "channels_last" else [shifted, torch.cat([x, x], 1)[:, :8]]
     for view in views:
         assert torch.equal(made.run(view, *parameters), want)
+    for views in (odd(parameters), strided(parameters)):
+        assert torch.equal(made.run(x, *views), want)
     out = torch.full((want.numel() + 1,), torch.nan)[1:].as_strided(want.shape, want.stride())
     assert made.run(x, *parameters, out=out) is out
     assert torch.equal(out, want)

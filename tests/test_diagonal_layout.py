@@ -27,8 +27,6 @@ from cutlass_sep.schedule import Geometry, Schedule, check, round_up
 LANE = np.arange(32)
 #: A lane's row and pair of columns in fragments.
 G, T = LANE // 4, LANE % 4
-#: Channel, of 32, whose taps a lane holds.
-CHANNEL_OF_LANE = (G // 2 - T & 3) * 8 + 2 * T + G % 2
 #: Row of a 16 x 16 A or a 16 x 8 D that register pair `h` of a lane has; column of its first element in each 8.
 FRAGMENT_ROW = [G, G + 8]
 
@@ -51,38 +49,31 @@ class Shared:
         return self.values[byte // 2]
 
 
-def channel_of_k(g: Geometry, k: np.ndarray) -> np.ndarray:
-    return k // 8 * 8 + (k % 8 + 32 - k // 8 * 2) % 8 if g.problem.depthwise else k
-
-
-def pack_pointwise(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> Shared:
-    """pack_weights: a stage's K-major operand."""
+def load_weights(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> Shared:
+    """TMA: of the pointwise weights [O,C] a box of tile_oc rows for each 64 channels, zeros outside."""
     s = g.schedule
     stage = Shared(g.pointwise_weight_bytes)
     row, k = np.mgrid[: s.tile_oc, : s.slot_channels]
-    c, o = chunk * s.slot_channels + k // 32 * 32 + channel_of_k(g, k % 32), oc_tile * s.tile_oc + row
+    o, c = oc_tile * s.tile_oc + row, chunk * s.slot_channels + k
     inside = (c < g.problem.c) & (o < g.problem.o)
-    byte = k % 64 * 2
-    target = k // 64 * s.tile_oc * 128 + row * 128 + ((byte >> 4 ^ row & 7) << 4) + (byte & 15)
-    stage.write(target, np.where(inside, weight[np.where(inside, o, 0), np.where(inside, c, 0)], 0))
+    values = np.where(inside, weight[np.where(inside, o, 0), np.where(inside, c, 0)], 0)
+    stage.write(swizzled(k // 64 * s.tile_oc * 128 + row * 128 + k % 64 * 2), values)
     return stage
 
 
-def pack_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
-    """DiagonalTaps::pack: [32 channels][pair][lane][tap of the pair], the last pair the biases."""
-    s, taps = g.schedule, weight.shape[1]
+def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
+    """DiagonalTaps::fill: words of two taps, or of a bias and NaN; NaN where nothing was written."""
+    first, groups, taps = chunk * g.schedule.slot_channels, g.schedule.slot_channels // 32, weight.shape[1]
     pairs = -(-taps // 2)
-    table = np.zeros((s.slot_channels // 32, pairs + 1, 32, 2))
-    for group in range(len(table)):
-        first = chunk * s.slot_channels + 32 * group
-        for lane in range(32):
-            t, j = lane // 8, lane % 8 // 2
-            if (c := first + channel_of_k(g, np.array(8 * j + 2 * t + lane % 2))) < g.problem.c:
-                table[group, pairs, lane, 0] = bias[c]
-            if (c := first + CHANNEL_OF_LANE[lane]) < g.problem.c:
-                for tap in range(taps):
-                    table[group, tap // 2, lane, tap % 2] = weight[c, tap]
-    return table
+    words = np.full((g.depthwise_weight_bytes // 4, 2), np.nan)
+    for i in range(groups * pairs * 32):
+        tap, c = i // 32 % pairs * 2, first + i // 32 // pairs * 32 + i % 32
+        own = weight[c, tap : tap + 2] if c < g.problem.c else ()
+        words[i + i // 32 // pairs * 32] = [*own, 0, 0][:2]
+    for i in range(groups * 32 if g.problem.dw_bias else 0):
+        c = first + i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2
+        words[(i // 32 * (pairs + 1) + pairs) * 32 + i % 32, 0] = bias[c] if c < g.problem.c else 0
+    return words
 
 
 def values_at(x: np.ndarray, h: np.ndarray, w: np.ndarray, c: np.ndarray) -> np.ndarray:
@@ -187,7 +178,7 @@ def mma(a: list[np.ndarray], b: list[np.ndarray], d: np.ndarray) -> None:
         d[h] += result[FRAGMENT_ROW[h][:, None], 2 * T[:, None] + [0, 1]]
 
 
-def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.ndarray, group: int) -> np.ndarray:
+def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, words: np.ndarray | None, group: int) -> np.ndarray:
     """DiagonalDepthwise::compute: the A fragments [instruction][block][register][lane][2] of 32 channels."""
     p, s = g.problem, g.schedule
 
@@ -205,16 +196,17 @@ def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, table: np.nda
                 for j, values in enumerate(matrix(0, b, h)):
                     fragment[j // 2, b, j % 2 * 2 + h] = values
             continue
-        taps, pairs = math.prod(p.kernel), table.shape[1] - 1
+        taps = math.prod(p.kernel)
+        pairs = -(-taps // 2)
+        table = words.reshape(-1, pairs + 1, 32, 2)[group]
         for j in range(4):
-            d = np.stack([table[group, pairs, 8 * T[:, None] + 2 * j + [0, 1], 0]] * 2)
-            mine = j == (G // 2 - T) % 4
+            d = np.stack([table[pairs, 8 * T[:, None] + 2 * j + [0, 1], 0] if p.dw_bias else np.zeros((32, 2))] * 2)
             for pair in range(pairs):
                 own = range(2 * pair, min(2 * pair + 2, taps))
                 right = []
                 for i in range(len(own)):
                     word = np.zeros((32, 2))
-                    word[LANE, G % 2] = np.where(mine, table[group, pair, LANE, i], 0)
+                    word[LANE, G % 2] = np.where(G // 2 == T, table[pair, 8 * j + G, i], 0)
                     right.append(word)
                 mma([matrix(tap, b, h)[j] for tap in own for h in range(2)], right, d)
             for h in range(2):
@@ -251,7 +243,8 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
     down = 1 if g.march else g.tiles_down
     tops, strips = range(0, p.p, down * g.tile_p), range(0, p.q, g.item_q)
     for oc_tile, top, left, chunk in product(range(g.oc_tiles), tops, strips, range(g.chunks)):
-        table, stage = pack_taps(g, dw, bias, chunk), pack_pointwise(g, pw, oc_tile, chunk)
+        words = fill_taps(g, dw, bias, chunk) if p.depthwise else None
+        stage = load_weights(g, pw, oc_tile, chunk)
         shared = Shared(s.row_slots * g.slot_bytes)
         first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left - g.phase
         slot = (top + chunk) % s.row_slots  # where the ring has come to
@@ -265,7 +258,7 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
             pixel = g.phase + warp_q * p.stride[1] + (row * g.columns if g.slot_rows > 1 else 0)
             rows, sums = Rows(g, slot, row), 0
             for group in range(-(-channels // 32)):
-                for i, fragment in enumerate(depthwise(g, shared, rows, pixel, table, group)):
+                for i, fragment in enumerate(depthwise(g, shared, rows, pixel, words, group)):
                     sums = sums + wgmma(fragment, stage, g, 2 * group + i)
             if not g.turned:
                 add(g, y, sums, top + warp_p, left + warp_q, oc_tile * s.tile_oc, chunk == 0)
@@ -353,18 +346,19 @@ def test_the_templates_compile_to_the_same_arithmetic(tmp_path, monkeypatch: pyt
     assert check(problem, g.schedule, "sm_90a")
     config = "<Separable2dConfig>"
     equal = {
-        f"cutlass_sep::DiagonalTaps{config}::kGroupBytes": g.depthwise_weight_bytes * 32 // g.schedule.slot_channels,
+        f"cutlass_sep::DiagonalTaps{config}::kGroupBytes": 9 * 128,
+        f"cutlass_sep::DiagonalTaps{config}::kBytes": g.depthwise_weight_bytes,
         f"cutlass_sep::DiagonalDepthwise{config}::kCount": g.matrices,
         f"cutlass_sep::Sm90Layout{config}::kSlotBytes": g.slot_bytes,
         f"cutlass_sep::WindowRows{config}::phase(3)": 3 * g.columns % 8,
+        f"cutlass_sep::PackedWeights{config}::kPointwiseBytes": g.pointwise_weight_bytes,
+        f"cutlass_sep::PackedWeights{config}::instruction_offset(6, 0)": g.schedule.tile_oc * 128 + 2 * 32,
     }
-    equal |= {f"cutlass_sep::DiagonalTaps{config}::channel_of_lane({i})": c for i, c in enumerate(CHANNEL_OF_LANE)}
-    equal |= {f"cutlass_sep::Geometry{config}::channel_of_k({k})": channel_of_k(g, k) for k in range(32)}
     lines = [f'static_assert({left} == {right}, "{left}");\n' for left, right in equal.items()]
     text = source.render_anew(problem, g.schedule, "sm_90a")
     compiler.build(text + "".join(lines), "sm_90a", name="layout-test")
-    with pytest.raises(CompileError, match="channel_of_lane"):
-        compiler.build(text + lines[4].replace("==", "!="), "sm_90a", name="layout-test")
+    with pytest.raises(CompileError, match="instruction_offset"):
+        compiler.build(text + lines[-1].replace("==", "!="), "sm_90a", name="layout-test")
 
 
 @pytest.mark.parametrize("first", range(0, 24, 4))

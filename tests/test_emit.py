@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import dataclasses
 import importlib.util
 import json
 import os
@@ -16,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +30,8 @@ from separable import Case
 import cutlass_sep
 from cutlass_sep import arch as archs
 from cutlass_sep import emit, kernel, operators, toolchain
+from cutlass_sep.block_schedule import BlockSchedule
+from cutlass_sep.schedule import Schedule
 
 HERE = Path(__file__).parent
 FILES = ["check.py", "my_conv.cpp", "my_conv.cu", "my_conv.cubin", "my_conv.hpp"]
@@ -184,11 +186,13 @@ class Host:
 
     def __init__(self, op, folder, driver):
         stages = op.kernel.stages
-        mains = [f"{stage.name} 1 {len(stage.maps)}" for stage in stages]
+        kernels = [f"{stage.name} 1 {len(stage.maps)}" for stage in stages]
+        if packing := sum(stage.packs for stage in stages):
+            kernels.append(f"pack_weights {packing} 0")
         self.environment = {
             "LD_LIBRARY_PATH": str(driver),
             "FAKE_CAPABILITY": "{}.{}".format(*archs.ARCHS[op.arch]),
-            "FAKE_KERNELS": " ".join([f"pack_weights {len(stages)} 0", *mains]),
+            "FAKE_KERNELS": " ".join(kernels),
         }
         emit.pytorch(op, "my_conv", folder)
         self.program = folder / "main"
@@ -261,24 +265,54 @@ def test_the_host_launches_as_kernel_py_does(name, tmp_path, driver, monkeypatch
         make_op(case, dtype, layout, path, arch, **dict(zip(("form", "fp32_precision"), more, strict=False)))
     )
     assert name.endswith("turned") == (path == "sm90" and getattr(op.kernel.stages[-1].geometry, "turned", False))
-    host = Host(op, tmp_path, driver)
-    p = op.problem
-    if isinstance(case, Case):
+    compare_launches(op, tmp_path, driver, monkeypatch)
+
+
+@pytest.mark.parametrize("packs", [(True, True), (True, False), (False, True), (False, False)])
+def test_the_host_packs_for_the_kernels_that_ask_for_it(packs, tmp_path, driver, monkeypatch):
+    """Of the two kernels of a block, those whose depthwise outputs tensor cores do not make."""
+    case = Block(c=64, e=128, o=72, l=640, kernel=5, residual=False)
+    half = Schedule("sm90", 64, 64, 1, 4, 2, row_slots=4, weight_slots=2)
+    halves = (replace(half, mma_q=0 if own else 16) for own in packs)
+    schedule = BlockSchedule("two_kernel", "sm90", *halves)
+    op = uncompiled(make_op(case, torch.bfloat16, "channels_last", schedule=schedule))
+    assert tuple(stage.packs for stage in op.kernel.stages) == packs
+    compare_launches(op, tmp_path, driver, monkeypatch)
+    text = (tmp_path / "my_conv.hpp").read_text()
+    assert ("pack" in text.replace("packed", "")) == any(packs)
+
+
+@pytest.mark.parametrize("mma_q", [0, 8])
+def test_a_kernel_without_a_workspace_gets_none(mma_q, tmp_path):
+    """Nothing is allocated for it, not even an empty tensor."""
+    schedule = Schedule("sm90", 64, 64, 1, 2, 2, row_slots=16, mma_q=mma_q)
+    op = make_op(Case(c=64, o=64, h=16, w=16), torch.float16, "channels_last", schedule=schedule)
+    emit.pytorch(uncompiled(op), "my_conv", tmp_path)
+    binding = (tmp_path / "my_conv.cpp").read_text()
+    assert ("workspace" in binding) == (mma_q == 0)
+    assert binding.count("at::empty(") == (2 if mma_q == 0 else 1)
+
+
+def compare_launches(op, folder, driver, monkeypatch):
+    """What an emitted host asks the driver for, and what `kernel.py` does, for several sizes."""
+    host, p, arch = Host(op, folder, driver), op.problem, op.arch
+    if p.spatial == 2:
         shapes = [(p.n, p.h, p.w), (1, p.h + 1, p.w), (37, 5, p.w), (16, 512, 512), (1, 20000, 16)]
-        problems = [dataclasses.replace(p, n=n, h=h, w=w) for n, h, w in shapes]
+        problems = [replace(p, n=n, h=h, w=w) for n, h, w in shapes]
     else:
         shapes = [(p.n, 1, p.l), (1, 1, p.l + 8), (37, 1, 8), (300, 1, 4096)]
-        problems = [dataclasses.replace(p, n=n, l=length) for n, _, length in shapes]
+        problems = [replace(p, n=n, l=length) for n, _, length in shapes]
     calls, error = host.run(*shapes)
     assert error == ""
     expected = [call for problem in problems for call in launches(kernel.make(problem, op.schedule, arch), monkeypatch)]
-    # The cubin is loaded between the first launch's workspace and its launch.
-    assert calls[1]["head"] == list(op.compile().cubin[:64])
+    # The cubin is loaded between the first launch's workspace, if there is one, and its launch.
+    load = [call["call"] for call in expected].count("allocate") // len(shapes)
+    assert calls[load]["head"] == list(op.compile().cubin[:64])
     reserved = [stage.geometry.shared_bytes for stage in op.kernel.stages]
-    assert calls[2 : 2 + len(reserved)] == [
-        {"call": "reserve", "kernel": 2 + i, "bytes": size} for i, size in enumerate(reserved)
+    assert calls[load + 1 : load + 1 + len(reserved)] == [
+        {"call": "reserve", "kernel": 1 + i, "bytes": size} for i, size in enumerate(reserved)
     ]
-    del calls[1 : 2 + len(reserved)]
+    del calls[load : load + 1 + len(reserved)]
     assert calls == expected
 
 
@@ -310,7 +344,8 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
         shape = [getattr(configuration, f"{name}{axis}") for name in names for axis in "XYZ"]
         shape.append(configuration.sharedMemBytes)
         stream, index = configuration.hStream, int(function)
-        arguments, maps = (len(of.stages), 0) if index == 1 else (1, len(of.stages[index - 2].maps))
+        packing = sum(stage.packs for stage in of.stages)
+        arguments, maps = (1, len(of.stages[index - 1].maps)) if index <= len(of.stages) else (packing, 0)
         pointers = struct.unpack(f"{arguments + maps}Q", ctypes.string_at(parameters, 8 * (arguments + maps)))
         calls.append({
             "call": "launch", "kernel": index, "grid": shape[:3], "block": shape[3:6], "shared": shape[6],
@@ -333,7 +368,8 @@ def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0x50, raising=False)
         patch.setattr(kernel, "_tensor_map", encode)
         patch.setattr(kernel._thread, "has_context", True, raising=False)
-        module = SimpleNamespace(pack=1, mains=[2 + i for i in range(len(of.stages))])
+        count = len(of.stages)
+        module = SimpleNamespace(pack=count + 1, mains=list(range(1, count + 1)))
         launcher = of._launchers[0] = kernel._Launcher(module, of.stages, 0)
         launcher.run = launch
         *tensors, y = map(tensor_at, addresses[:-1])
@@ -477,7 +513,7 @@ def expanded_outside_the_sequence(case, tensors, y):
 
 
 def without_the_residual(case, tensors, y):
-    y.copy_(plain(dataclasses.replace(case, residual=False), tensors))
+    y.copy_(plain(replace(case, residual=False), tensors))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

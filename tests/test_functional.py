@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from block import Block
 from problems import problem_of
 from separable import UNIT_ROUNDOFF, Case, double
-from subjects import BLOCK, ERRORS, SEPARABLE, SUBJECTS, VIEWS, Subject, leaves, name_of, of, views
+from subjects import BLOCK, ERRORS, SEPARABLE, SUBJECTS, VIEWS, Subject, leaves, name_of, odd, of, strided, views
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -97,16 +97,8 @@ def test_views_of_x_give_what_their_copies_give(device: str, subject: Subject, v
 def test_parameters_from_one_odd_buffer(device: str, subject: Subject):
     case = subject.case()
     x, *parameters = tensors = case.tensors(device)
-    strided = [torch.stack([t, t], -1)[..., 0] for t in parameters]
-    for views_of in (odd(parameters), strided):
+    for views_of in (odd(parameters), strided(parameters)):
         subject.calls.assert_output_close(case, tensors, subject.run(x, *views_of, **case.options))
-
-
-def odd(parameters: list[Tensor]) -> list[Tensor]:
-    """The parameters as parts of one buffer, which begin one element behind an aligned address."""
-    flat = torch.cat([parameters[0].new_zeros(1), *(t.flatten() for t in parameters)])
-    parts = flat[1:].split([t.numel() for t in parameters])
-    return [part.view(t.shape) for part, t in zip(parts, parameters, strict=True)]
 
 
 @calls(Case(c=4, o=6, h=6, w=6), Block(c=4, l=9), Block(c=4, l=9, residual=False))
@@ -773,8 +765,8 @@ def test_kernels_get_dense_aligned_tensors(subject: Subject, stand_ins: list[Sta
     subject.calls.assert_output_close(case, tensors, subject.run(x, *odd(parameters), **case.options))
     first = subject.operator.tensors[1 + subject.weights]
     bare = subject.case(**{first: False})
-    strided = tuple(t if t is None else torch.stack([t, t], -1)[..., 0] for t in bare.tensors())
-    subject.calls.assert_output_close(bare, strided, subject.run(*strided, **bare.options))
+    stepped = strided(bare.tensors())
+    subject.calls.assert_output_close(bare, stepped, subject.run(*stepped, **bare.options))
 
 
 @both

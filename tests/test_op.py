@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from separable import Case, assert_output_close
+from subjects import odd, strided
 from torch import Tensor
 
 import cutlass_sep
@@ -211,6 +212,8 @@ class StandIn:
         self.launches += 1
         for t in (tensors[0], y):
             assert t.data_ptr() % p.alignment == 0
+        for t in tensors[1:]:
+            assert t is None or (t.is_contiguous() and t.data_ptr() % 16 == 0)
         assert not any(t is not None and t.is_neg() for t in (*tensors, y))
         assert addresses == [0 if t is None else t.data_ptr() for t in tensors]
         y.copy_(
@@ -260,6 +263,8 @@ def test_run_copies_what_a_kernel_cannot_read(runnable):
     sliced = torch.cat([x, x], 1)[:, :8]
     for view in (shifted, sliced):
         assert torch.equal(op.run(view, *parameters), want)
+    for views in (odd(parameters), strided(parameters)):
+        assert torch.equal(op.run(x, *views), want)
     out = torch.full((want.numel() + 1,), torch.nan)[1:].view(want.shape)
     assert op.run(x, *parameters, out=out) is out
     assert torch.equal(out, want)

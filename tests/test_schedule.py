@@ -216,6 +216,8 @@ def test_illegal_on_tensor_cores(change: dict, reason: str):
     [
         (Case(c=256), "tf32", "channels_last", "mma.sync reads 16-bit tensors, not float32"),
         (Case(c=256, kernel=(13, 13), padding=6), "fp16", "channels_last", "169 taps are unrolled, at most 128"),
+        # TMA reads the weights as they are.
+        (Case(c=44, o=64, w=64), "bf16", "contiguous", "rows of pointwise weights of a multiple of 8 channels, not 44"),
     ],
 )
 def test_what_tensor_cores_do_not_take(case: Case, kind: str, layout: str, reason: str):
@@ -223,6 +225,15 @@ def test_what_tensor_cores_do_not_take(case: Case, kind: str, layout: str, reaso
     refused = check(problem, diagonal(), "sm_90a")
     assert not refused and reason in refused.reason
     assert not any(schedule.mma_q for schedule in candidates(problem, "sm_90a"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_are_packed_but_for_tensor_cores(layout: str):
+    problem = problem_of(LEAD, "bf16", layout)
+    found = [Geometry(problem, schedule) for schedule in candidates(problem, "sm_90a", "sm90")]
+    assert {g.packed for g in found} == {True, False}
+    for g in found:
+        assert g.packed == (g.pack_blocks > 0) == (g.workspace_bytes > 0) == (g.schedule.mma_q == 0)
 
 
 def test_16_bit_channels_last_layers_run_on_tensor_cores():

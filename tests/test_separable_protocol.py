@@ -1,6 +1,6 @@
 """The separable kernel's barriers under random interleavings, for any schedule that `check` allows.
 
-The warps do what `produce`, `turn`, `consume`, `accumulate`, `store_tile` and SplitSums of
+The warps do what `produce`, `help`, `consume`, `accumulate`, `store_tile` and SplitSums of
 templates/separable2d_sm90.cuh do, once setmaxnreg has given them their registers: whoever changes it there changes it
 here. Left out are a warp's own staging buffers (channels_last) and the values themselves: a sum is the list of the
 passes over an item's channels that entered it.
@@ -22,7 +22,7 @@ from cutlass_sep.schedule import CONSUMER_REGISTERS, Geometry, Schedule, candida
 
 ARCH = "sm_90a"
 LATE = Case(n=1, c=512, o=512, h=7, w=7)
-TURNING_WARPS = 3
+HELPER_WARPS = 3
 
 
 class EmptyBarrier(Barrier):
@@ -95,19 +95,23 @@ class Machine(protocol.Machine):
         self.g, most = g, g.steps(processors)
         self.items = [Item(g, most, index) for index in range(block, g.items(most), processors)]
         self.resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
+        #: Whether helper warps fill in the taps, which TMA else brings with the weights.
+        self.fills = not g.packed and g.problem.depthwise
         #: Tiles (item, step down, place side by side), each with a warp and the passes in its sums.
         self.done: list[tuple] = []
 
-        self.row_full = [Barrier(TURNING_WARPS if g.turned else 1) for _ in range(s.row_slots)]
+        self.row_full = [Barrier(HELPER_WARPS if g.turned else 1) for _ in range(s.row_slots)]
         self.row_landed = [Barrier(1) for _ in range(s.row_slots)] if g.turned else self.row_full
         self.row_empty = [EmptyBarrier(4 * s.warpgroups) for _ in range(s.row_slots)]
-        self.weight_full = [Barrier(1) for _ in range(s.weight_slots)]
+        self.weight_full = [Barrier(1 + HELPER_WARPS * self.fills) for _ in range(s.weight_slots)]
         self.weight_empty = [EmptyBarrier(4 * s.warpgroups) for _ in range(s.weight_slots)]
         self.given_full = [NamedBarrier() for _ in range(s.warpgroups)]
         self.given_free = [NamedBarrier() for _ in range(s.warpgroups)]
         #: Each slot in parts, as many as are turned by different warps.
-        self.rows = [[Memory() for _ in range(TURNING_WARPS if g.turned else 1)] for _ in range(s.row_slots)]
+        self.rows = [[Memory() for _ in range(HELPER_WARPS if g.turned else 1)] for _ in range(s.row_slots)]
         self.weights = [Memory() for _ in range(s.weight_slots)]
+        #: Of each slot the parts that helper warps fill.
+        self.taps = [[Memory() for _ in range(HELPER_WARPS * self.fills)] for _ in range(s.weight_slots)]
         self.given = [[Memory() for _ in range(4)] for _ in range(s.warpgroups)]
         self.together = [NamedBarrier(4) for _ in range(s.warpgroups)]
         #: Each warpgroup's buffers, in parts that a warp fills.
@@ -115,7 +119,7 @@ class Machine(protocol.Machine):
         #: Warp -> its stores that still read a buffer, oldest first.
         self.stores = {(group, warp): [] for group in range(s.warpgroups) for warp in range(4)}
         self.registers, launched = Registers(), 65536 // g.threads // 8 * 8
-        beside = [self.turn(warp) if g.turned else iter(()) for warp in range(TURNING_WARPS)]
+        beside = [self.help(warp) if self.fills else iter(()) for warp in range(HELPER_WARPS)]
         consumers = [self.consume(warpgroup, warp) for warpgroup in range(s.warpgroups) for warp in range(4)]
         self.warps = [self.resized(warp, launched, g.producer_registers) for warp in (self.produce(), *beside)]
         self.warps += [self.resized(warp, launched, g.consumer_registers) for warp in consumers]
@@ -130,8 +134,8 @@ class Machine(protocol.Machine):
         for item in self.items:
             for chunk in range(self.g.chunks):
                 if not self.resident or item is self.items[0]:
-                    slot, turn = weight % s.weight_slots, weight // s.weight_slots
-                    yield self.weight_empty[slot].wait(turn + 1)
+                    slot = weight % s.weight_slots
+                    yield self.weight_empty[slot].wait(weight // s.weight_slots + 1)
                     self.copy(self.weights[slot], self.weight_full[slot], ("weights", item.oc_tile, chunk))
                     weight += 1
                 for r in range(item.slots):
@@ -141,20 +145,47 @@ class Machine(protocol.Machine):
                     self.copy(self.rows[slot], self.row_landed[slot], ("landed", data) if self.g.turned else data)
                     row += 1
 
-    def turn(self, warp: int) -> Warp:
-        """A warp's part of every slot, in place."""
+    def help(self, warp: int) -> Warp:
+        """A helper warp's part of every stage's taps, and of every slot to be turned."""
+        row = weight = 0
+        for item in self.items:
+            for chunk in range(self.g.chunks):
+                if not self.resident or item is self.items[0]:
+                    yield from self.fill(warp, weight, ("taps", item.oc_tile, chunk))
+                    weight += 1
+                for _ in range(item.slots if self.g.turned else 0):
+                    yield from self.turn(warp, row)
+                    row += 1
+            if self.resident and not self.g.turned:
+                return
+
+    def fill(self, warp: int, weight: int, taps: tuple) -> Warp:
+        """A warp's part of the taps of stage number `weight`."""
+        slot = weight % self.g.schedule.weight_slots
+        yield self.given_back(weight)
+        part = self.taps[slot][warp]
+        part.write("filling")
+        yield None
+        part.write(taps)
+        self.weight_full[slot].arrive()
+
+    def given_back(self, weight: int) -> Wait:
+        """The stage before number `weight` in its slot is not read any more."""
+        slots = self.g.schedule.weight_slots
+        return self.weight_empty[weight % slots].wait(weight // slots + 1)
+
+    def turn(self, warp: int, row: int) -> Warp:
+        """A warp's part of row number `row`, in place."""
         slots = self.g.schedule.row_slots
-        total = sum(item.slots * self.g.chunks for item in self.items)
-        for row in range(total):
-            yield self.row_landed[row % slots].wait(row // slots)
-            part = self.rows[row % slots][warp]
-            kind, data = part.data
-            assert kind == "landed", f"{part.data} is turned"
-            yield from self.read([(part, part.data)])
-            part.write("turning")
-            yield None
-            part.write(data)
-            self.row_full[row % slots].arrive()
+        yield self.row_landed[row % slots].wait(row // slots)
+        part = self.rows[row % slots][warp]
+        kind, data = part.data
+        assert kind == "landed", f"{part.data} is turned"
+        yield from self.read([(part, part.data)])
+        part.write("turning")
+        yield None
+        part.write(data)
+        self.row_full[row % slots].arrive()
 
     def seen(self, row: int) -> Wait:
         """Row number `row` is there."""
@@ -170,11 +201,11 @@ class Machine(protocol.Machine):
             memory.read(data)
             memory.readers -= 1
 
-    def accumulate(self, warpgroup: int, warp: int, rows: list, weights: tuple) -> Warp:
+    def accumulate(self, warpgroup: int, warp: int, rows: list, weights: tuple, taps: list) -> Warp:
         """Depthwise outputs, whose taps lie behind the weights, then MMAs; the last are left in flight."""
         group = self.warpgroups[warpgroup]
         for _ in range(2):
-            yield from self.read([*rows, weights])
+            yield from self.read([*rows, *taps])
             yield group.wait(0)
             yield from group.issue(warp, [weights])
 
@@ -297,7 +328,8 @@ class Machine(protocol.Machine):
                         for part in self.rows[(base + r) % s.row_slots]
                     ]
                     weights = (self.weights[slot], ("weights", item.oc_tile, chunk))
-                    yield from self.accumulate(warpgroup, warp, rows, weights)
+                    taps = [(part, ("taps", item.oc_tile, chunk)) for part in self.taps[slot]] or [weights]
+                    yield from self.accumulate(warpgroup, warp, rows, weights, taps)
                     if chunk < (s.warpgroups if s.split_channels else 1):
                         sums.clear()  # the first MMA overwrites
                     sums.append((item.index, chunk))
@@ -454,6 +486,7 @@ def contiguous() -> Machine:
         (split, Machine, "seen", "counted twice|was to be read"),  # rows given back that had not come
         (contiguous, Machine, "left", "is read|overtakes"),  # a buffer staged anew under its store
         (contiguous, Machine, "meet", "is read|was to be read"),  # a group stored that other warps still stage
+        (split, Machine, "given_back", "is read|was to be read"),  # taps filled in over others
     ],
 )
 def test_a_wait_left_out_is_noticed(

@@ -14,7 +14,7 @@ from cutlass_sep.problem import SeparableConv2dProblem
 from cutlass_sep.schedule import Geometry, Schedule, check
 
 from . import accuracy
-from .calls import Poisoned, draw, make_problem
+from .calls import Poisoned, draw, embed, make_problem
 from .test_special_values import compare, place
 
 
@@ -91,6 +91,14 @@ CUTS = [
         ROW | {"c": 72, "o": 64, "w": 200}, "contiguous"),
 ]  # fmt: skip
 cuts = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
+#: Names of cuts that differ in how rows come.
+SOME = ("rows", "windows", "rows-turned-beside")
+#: Weights and biases elsewhere in memory.
+WEIGHTS = {
+    "offset1": lambda t: embed(t, 1),
+    "offset4": lambda t: embed(t, 4),
+    "stepped": lambda t: t.repeat_interleave(2, 0)[::2],
+}
 
 
 def cut_problem(cut: Cut, variant: str, **more) -> tuple[SeparableConv2dProblem, Schedule]:
@@ -135,6 +143,23 @@ def test_values(machine, generator: torch.Generator, variant: str, cut: Cut):
     run(machine, problem, schedule, tensors, out.tensor)
     out.check()
     accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+
+
+@pytest.mark.parametrize("cut", [cut for cut in CUTS if cut.name in SOME], ids=lambda cut: cut.name)
+@pytest.mark.parametrize("where", WEIGHTS)
+def test_weights_wherever_they_are(machine, generator: torch.Generator, where: str, cut: Cut):
+    """TMA reads them as they are where it can."""
+    problem, schedule = cut_problem(cut, "bf16")
+    x, *parameters = tensors = draw(problem, generator)
+    moved = (x, *map(WEIGHTS[where], parameters))
+    assert all(t.data_ptr() % 16 or not t.is_contiguous() for t in moved[1:])
+    y = run(machine, problem, schedule, moved)
+    accuracy.judge(problem, tensors, y, where)
+    # Written in place, as an optimizer does.
+    fresh = draw(problem, generator)
+    for own, new in zip(moved[1:], fresh[1:], strict=True):
+        own.copy_(new)
+    accuracy.judge(problem, (x, *fresh[1:]), run(machine, problem, schedule, moved), f"{where}, written in place")
 
 
 @cuts

@@ -1,6 +1,6 @@
 // A libcuda.so.1 that runs nothing: it writes what it is asked for to stdout, one JSON object a line. Declared by the real cuda.h, so that
 // a prototype or a value that the caller states otherwise shows. FAKE_CAPABILITY ("9.0"), FAKE_CAPTURING and FAKE_FAIL (a function's name)
-// set its answers. FAKE_KERNELS names the kernels and counts their parameters, Arguments and tensor maps: "pack_weights 1 0 separable2d 1 2".
+// set its answers. FAKE_KERNELS names the kernels and counts their parameters, Arguments and tensor maps: "separable2d 1 2 pack_weights 1 0".
 #include <cuda.h>
 
 #include <cstdio>

@@ -13,7 +13,7 @@ int main(int count, char** values) {
   try {
     for (int i = 1; i + 2 < count; i += 3) {
       int const n = std::atoi(values[i]), h = std::atoi(values[i + 1]), w = std::atoi(values[i + 2]);
-      std::printf("{\"call\": \"allocate\", \"bytes\": %zu}\n", my_conv_kernel::workspace_bytes(n, h, w));
+      if (size_t const bytes = my_conv_kernel::workspace_bytes(n, h, w)) std::printf("{\"call\": \"allocate\", \"bytes\": %zu}\n", bytes);
       std::fflush(stdout);
       my_conv_kernel::launch(0, reinterpret_cast<void*>(0x50), tensors, n, h, w);
     }
