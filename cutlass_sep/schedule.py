@@ -735,7 +735,7 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
 
 
 def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> Iterator[Schedule]:
-    """`base` with rings that fill shared memory: all weights or two chunks of them, few or many stores staged."""
+    """`base` with rings that fill shared memory: all weights or a few chunks of them, few or many stores staged."""
     geometry = Geometry(problem, base)
     window = geometry.window_rows(geometry.tile_p)
     # The ring never needs more than two steps of all warpgroups and the rows on their way.
@@ -745,7 +745,10 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
         stagings = [count for count in (1, 2, 4, 8) if groups % count == 0]
     else:  # contiguous: of two buffers in turn one is free in time
         stagings = [1, groups if geometry.channels_last else 2]
-    for weight_slots in sorted({geometry.chunks, min(geometry.chunks, 2)} if geometry.oc_tiles == 1 else {2}):
+    counts = {2} if geometry.packed else {2, 3}
+    if geometry.oc_tiles == 1:
+        counts = {geometry.chunks, *(min(geometry.chunks, count) for count in counts)}
+    for weight_slots in sorted(counts):
         for staging in stagings:
             partial = replace(base, weight_slots=weight_slots, staging_groups=staging, row_slots=0)
             room = archs.SHARED_BYTES[arch] - Geometry(problem, partial).shared_bytes

@@ -62,17 +62,26 @@ def load_weights(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> S
 
 
 def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
-    """DiagonalTaps::fill: words of two taps, or of a bias and NaN; NaN where nothing was written."""
+    """load_taps, then DiagonalTaps::fill: words of two taps, or of a bias and NaN; NaN where nothing was written."""
     first, groups, taps = chunk * g.schedule.slot_channels, g.schedule.slot_channels // 32, weight.shape[1]
-    pairs = -(-taps // 2)
-    words = np.full((g.depthwise_weight_bytes // 4, 2), np.nan)
-    for i in range(groups * pairs * 32):
-        tap, c = i // 32 % pairs * 2, first + i // 32 // pairs * 32 + i % 32
-        own = weight[c, tap : tap + 2] if c < g.problem.c else ()
-        words[i + i // 32 // pairs * 32] = [*own, 0, 0][:2]
-    for i in range(groups * 32 if g.problem.dw_bias else 0):
-        c = first + i // 32 * 32 + i % 8 // 2 * 8 + i % 32 // 8 * 2 + i % 2
-        words[(i // 32 * (pairs + 1) + pairs) * 32 + i % 32, 0] = bias[c] if c < g.problem.c else 0
+    channels, pairs, warps, lane = min(g.schedule.slot_channels, g.problem.c - first), -(-taps // 2), 3, LANE
+    raw = np.full(g.schedule.slot_channels * taps + 1, np.nan)
+    raw[: channels * taps] = weight[first : first + channels].reshape(-1)
+    words = np.full((groups * (pairs + 1) * 32, 2), np.nan)
+    rows = groups * pairs
+    batch = min(-(-rows // warps), 5)
+    for warp, start in product(range(warps), range(0, rows, batch * warps)):
+        for k in range(batch if start + warp < rows else 0):
+            row = min(start + warp + k * warps, rows - 1)
+            pair, c = row % pairs, row // pairs * 32 + lane
+            own = c * taps + 2 * pair
+            second = raw[own + 1] if 2 * pair + 1 < taps else 0 * lane
+            word = np.where(c < channels, [raw[own], second], 0)
+            words[(row + row // pairs) * 32 + lane] = word.T
+    for group in range(groups if g.problem.dw_bias else 0):
+        c = group * 32 + lane % 8 // 2 * 8 + lane // 8 * 2 + lane % 2
+        biases = np.where(c < channels, bias[np.minimum(first + c, g.problem.c - 1)], 0)
+        words[(group * (pairs + 1) + pairs) * 32 + lane, 0] = biases
     return words
 
 

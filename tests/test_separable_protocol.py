@@ -95,7 +95,7 @@ class Machine(protocol.Machine):
         self.g, most = g, g.steps(processors)
         self.items = [Item(g, most, index) for index in range(block, g.items(most), processors)]
         self.resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
-        #: Whether helper warps fill in the taps, which TMA else brings with the weights.
+        #: Whether helper warps make the table of taps, which else comes with the weights.
         self.fills = not g.packed and g.problem.depthwise
         #: Tiles (item, step down, place side by side), each with a warp and the passes in its sums.
         self.done: list[tuple] = []
@@ -110,7 +110,8 @@ class Machine(protocol.Machine):
         #: Each slot in parts, as many as are turned by different warps.
         self.rows = [[Memory() for _ in range(HELPER_WARPS if g.turned else 1)] for _ in range(s.row_slots)]
         self.weights = [Memory() for _ in range(s.weight_slots)]
-        #: Of each slot the parts that helper warps fill.
+        #: Of each slot the taps as TMA brings them, and the parts of their table that helper warps fill.
+        self.raw, self.taps_landed = ([kind() for _ in range(s.weight_slots)] for kind in (Memory, lambda: Barrier(1)))
         self.taps = [[Memory() for _ in range(HELPER_WARPS * self.fills)] for _ in range(s.weight_slots)]
         self.given = [[Memory() for _ in range(4)] for _ in range(s.warpgroups)]
         self.together = [NamedBarrier(4) for _ in range(s.warpgroups)]
@@ -137,6 +138,8 @@ class Machine(protocol.Machine):
                     slot = weight % s.weight_slots
                     yield self.weight_empty[slot].wait(weight // s.weight_slots + 1)
                     self.copy(self.weights[slot], self.weight_full[slot], ("weights", item.oc_tile, chunk))
+                    if self.fills:
+                        self.copy(self.raw[slot], self.taps_landed[slot], ("raw", item.oc_tile, chunk))
                     weight += 1
                 for r in range(item.slots):
                     slot, turn = row % s.row_slots, row // s.row_slots
@@ -151,7 +154,7 @@ class Machine(protocol.Machine):
         for item in self.items:
             for chunk in range(self.g.chunks):
                 if not self.resident or item is self.items[0]:
-                    yield from self.fill(warp, weight, ("taps", item.oc_tile, chunk))
+                    yield from self.fill(warp, weight, item.oc_tile, chunk)
                     weight += 1
                 for _ in range(item.slots if self.g.turned else 0):
                     yield from self.turn(warp, row)
@@ -159,20 +162,20 @@ class Machine(protocol.Machine):
             if self.resident and not self.g.turned:
                 return
 
-    def fill(self, warp: int, weight: int, taps: tuple) -> Warp:
-        """A warp's part of the taps of stage number `weight`."""
+    def fill(self, warp: int, weight: int, oc_tile: int, chunk: int) -> Warp:
+        """A warp's part of the table of taps of stage number `weight`."""
         slot = weight % self.g.schedule.weight_slots
-        yield self.given_back(weight)
+        yield self.landed(weight)
         part = self.taps[slot][warp]
         part.write("filling")
-        yield None
-        part.write(taps)
+        yield from self.read([(self.raw[slot], ("raw", oc_tile, chunk))])
+        part.write(("taps", oc_tile, chunk))
         self.weight_full[slot].arrive()
 
-    def given_back(self, weight: int) -> Wait:
-        """The stage before number `weight` in its slot is not read any more."""
+    def landed(self, weight: int) -> Wait:
+        """The taps of stage number `weight` are there."""
         slots = self.g.schedule.weight_slots
-        return self.weight_empty[weight % slots].wait(weight // slots + 1)
+        return self.taps_landed[weight % slots].wait(weight // slots)
 
     def turn(self, warp: int, row: int) -> Warp:
         """A warp's part of row number `row`, in place."""
@@ -486,7 +489,7 @@ def contiguous() -> Machine:
         (split, Machine, "seen", "counted twice|was to be read"),  # rows given back that had not come
         (contiguous, Machine, "left", "is read|overtakes"),  # a buffer staged anew under its store
         (contiguous, Machine, "meet", "is read|was to be read"),  # a group stored that other warps still stage
-        (split, Machine, "given_back", "is read|was to be read"),  # taps filled in over others
+        (split, Machine, "landed", "is read|was to be read"),  # taps filled in over others
     ],
 )
 def test_a_wait_left_out_is_noticed(
