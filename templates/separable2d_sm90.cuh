@@ -218,7 +218,7 @@ CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor cons
     char const* const packed = static_cast<char const*>(args.workspace) + int64_t(oc_tile * L::G::kChunks + chunk) * P::kStageBytes;
     cute::SM90_BULK_COPY_G2S::copy(packed, mbarrier, stage, P::kStageBytes);
   } else {
-    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     barrier.arrive_and_expect_tx(P::kPointwiseBytes);
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kAtoms; ++atom)
