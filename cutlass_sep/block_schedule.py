@@ -29,7 +29,7 @@ PACK_POSITIONS = 32
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup, by parts of an operand.
 MOST_POSITIONS = {1: 176, 2: 80}
-#: Sizes (sequences, positions) among whose best schedules are those that a block's calls choose from; see TYPICAL_SIZES.
+#: Sizes (sequences, positions) whose best schedules a block's calls choose from; see TYPICAL_SIZES.
 TYPICAL_LENGTHS = {
     "channels_last": (*itertools.product((1, 32), (64, 256, 1024, 4096)), (32, 16384)),
     "contiguous": ((1, 1024), (32, 4096)),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
 #: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads; on path
-#: sm90, where these overlap, without packing; what of it two kernels of one call have in common, beside packing; packing.
+#: sm90, where these overlap, without packing; what of that two kernels of one call have in common; packing.
 LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 4.1, 3.5
 PACKING_US = 2.0
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.

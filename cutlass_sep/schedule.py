@@ -39,11 +39,11 @@ MOST_TAPS = 64
 MOST_DIAGONAL_TAPS = 128
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
-#: Sizes (images, rows and columns of the output) among whose best schedules are those that all of a layer's calls choose
-#: from: as many as BUILDS says, so that many sizes need few builds. Contiguous rows are aligned for some sizes and not for
-#: others, which need other kernels.
+#: Sizes (images, rows and columns of the output) whose best schedules a layer's calls choose from: those BUILDS of them
+#: that lose least, so that many sizes need few builds. Contiguous rows are aligned for some sizes and not for others,
+#: which need other kernels.
 TYPICAL_SIZES = {
-    "channels_last": ((1, 14), (32, 7), (32, 10), (32, 14), (32, 28), (32, 56), (32, 224)),
+    "channels_last": ((1, 14), (32, 7), (32, 10), (32, 14), (32, 56), (16, 112), (32, 224)),
     "contiguous": ((16, 8), (16, 24), (16, 40), (16, 256)),
 }
 BUILDS = {"channels_last": 4, "contiguous": 2}
@@ -786,11 +786,12 @@ def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = No
     return kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate)
 
 
-def for_size(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
+@lru_cache(maxsize=1024)
+def for_size(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> tuple[Schedule, ...]:
     """The schedules, of one path or of all, with the best estimates for this very size, best first."""
     paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
     found = (schedule for name in paths for schedule in ranked(problem, name, arch))
-    return preferred(found, lambda s: estimate(problem, s, arch))
+    return tuple(preferred(found, lambda s: estimate(problem, s, arch)))
 
 
 def preferred(schedules: Iterable, estimated: Callable[[Any], float]) -> list:
@@ -807,17 +808,19 @@ def kept_first(problem: Problem, sizes: list, rankings: list, arch: str, check: 
     """All that is legal of the rankings of typical `sizes`: first what the layer keeps of the best of each, then the
     rest; both as preferred.
     """
-    legal = [[schedule for schedule in ranking if check(problem, schedule, arch)] for ranking in rankings]
-    best = tuple(dict.fromkeys(ranking[0] for ranking in legal if ranking))
+    found = dict.fromkeys(itertools.chain.from_iterable(rankings))
+    legal = {schedule for schedule in found if check(problem, schedule, arch)}
+    firsts = (next((schedule for schedule in ranking if schedule in legal), None) for ranking in rankings)
+    best = tuple(dict.fromkeys(schedule for schedule in firsts if schedule is not None))
     kept = _lose_least(best, tuple(sizes), BUILDS[problem.layout], arch, check, estimate)
-    rest = dict.fromkeys(schedule for ranking in legal for schedule in ranking if schedule not in kept)
+    rest = [schedule for schedule in found if schedule in legal and schedule not in kept]
     estimated = lambda schedule: estimate(problem, schedule, arch)  # noqa: E731
     return preferred(kept, estimated) + preferred(rest, estimated)
 
 
 @lru_cache(maxsize=1024)
 def _lose_least(best: tuple, sizes: tuple, count: int, arch: str, check: Callable, estimate: Callable) -> tuple:
-    """The `count` of the schedules that lose least to all of them, summed over the sizes."""
+    """The `count` of the schedules that lose least to the best of them all, summed over the sizes."""
     if len(best) <= count:
         return best
     losses = []
