@@ -6,7 +6,8 @@
 The times are those of `bench --tune` in benchmarks/results/h200.json, of the kernels as they are, and those of
 benchmarks/results/h200.trials.jsonl, taken while developing, with kernels a little older: for a layer at one dtype,
 layout and batch, microseconds of a call and the values of the schedule's fields, and of PyTorch's convolutions in this
-layout and in the other one. Every third layer is left out of the fit.
+layout and in the other one. In the latter, kernels whose depthwise stage runs on tensor cores had their weights packed
+by a launch before, which their estimates here have in addition. Every third layer is left out of the fit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ARCH = "sm_90a"
 #: "diagonal" is path sm90 with the depthwise stage on tensor cores.
 CONSTANTS = {
     "sm90": (
-        "_RUN", "_LATENCY", "_COPY", "_ROW", "_ITEM", "_STAGE", "_WAIT", "_STEP", "_WAVEFRONT", "OVERLAPPED_US",
+        "_RUN", "_LATENCY", "_COPY", "_ROW", "_ITEM", "_STAGE", "_WAIT", "_STEP", "_MMA_WAIT", "_WAVEFRONT",
+        "OVERLAPPED_US",
     ),
     "diagonal": ("_MARCH", "_SPLIT"),
     "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
@@ -85,13 +87,14 @@ def trials() -> list[Trial]:
         case = inputs.variant(layers[row["id"]], row["dtype"], row["layout"], row["fp32_precision"])
         schedules = [(us, _block(f) if f[0] in ("fused", "two_kernel") else _separable(f)) for us, f in row["trials"]]
         timed.append((row["id"], replace(case.problem, n=row["batch"]), schedules))
+    older = len(timed)
     for row in results.load(RESULTS)["rows"]:
         if tried := [trial for trial in row.get("trials", ()) if trial["schedule"] is not None]:
             problem = results.problem_of(row)
             read = planner.schedule_type(problem).from_json
             timed.append((row["id"], problem, [(1e3 * t["median_ms"], read(t["schedule"])) for t in tried]))
     return [
-        Trial(layer, _tensors(problem), case, *_estimate(problem, schedule), us)
+        Trial(layer, _tensors(problem), case, *_estimate(problem, schedule, packed=case < older), us)
         for case, (layer, problem, schedules) in enumerate(timed)
         for us, schedule in schedules
     ]
@@ -117,21 +120,26 @@ def _block(fields: list[Any]) -> BlockSchedule:
     return BlockSchedule(form, path, *map(_separable, parts))
 
 
-def _estimate(problem: Problem, schedule: Schedule | BlockSchedule) -> tuple[str, Callable[[], float]]:
-    """(what kind of kernel, its estimate): the geometry is computed once, the constants are read at each call."""
+def _estimate(problem: Problem, schedule: Schedule | BlockSchedule, *, packed: bool) -> tuple[str, Callable[[], float]]:
+    """(what kind of kernel, its estimate): the geometry is computed once, the constants are read at each call.
+
+    packed: whether a launch packs the weights of kernels that no longer need that.
+    """
     if isinstance(schedule, Schedule):
-        return _kind(schedule), _of_geometry(Geometry(problem, schedule))
+        return _kind(schedule), _of_geometry(Geometry(problem, schedule), packed)
     if schedule.form == "fused":
         fused = FusedGeometry(problem, schedule.tile)
         return "fused fp32" if fused.scaled else "fused", lambda: estimate.fused_us(fused)
-    halves = (problem.expand, schedule.expand), (problem.project, schedule.project)
-    first, second = (_of_geometry(Geometry(half, part)) for half, part in halves)
-    return _kind(schedule.project), lambda: first() + second() - estimate.SHARED_US
+    halves = Geometry(problem.expand, schedule.expand), Geometry(problem.project, schedule.project)
+    first, second = (_of_geometry(half, packed) for half in halves)
+    once = packed or all(half.packed for half in halves)
+    shared = lambda: estimate.SHARED_US + estimate.PACKING_US * once  # noqa: E731
+    return _kind(schedule.project), lambda: first() + second() - shared()
 
 
-def _of_geometry(geometry: Geometry) -> Callable[[], float]:
+def _of_geometry(geometry: Geometry, packed: bool) -> Callable[[], float]:
     if geometry.schedule.path == "sm90":
-        return lambda: estimate.sm90_us(geometry)
+        return lambda: estimate.sm90_us(geometry) + estimate.PACKING_US * (packed and not geometry.packed)
     return lambda: estimate.portable_us(geometry, ARCH)
 
 

@@ -7,6 +7,7 @@ workspace (so that its zero padding is that of the hidden channels), with the re
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,10 @@ PACK_POSITIONS = 32
 FUSED_TILE_OCS = (16, 32, 64, 96, 128, 192, 256)
 #: fused: columns of the first GEMM whose sums fit into the registers of its warpgroup, by parts of an operand.
 MOST_POSITIONS = {1: 176, 2: 80}
-#: Sizes (sequences, positions) whose best schedules are all that a block's calls choose from; see TYPICAL_SIZES.
+#: Sizes (sequences, positions) whose best schedules a block's calls choose from; see TYPICAL_SIZES.
 TYPICAL_LENGTHS = {
-    "channels_last": ((1, 1024), (1, 4096), (32, 256), (32, 4096)),
-    "contiguous": ((1, 1024), (32, 1024)),
+    "channels_last": (*itertools.product((1, 32), (64, 256, 1024, 4096)), (32, 16384)),
+    "contiguous": ((1, 1024), (32, 4096)),
 }
 #: Of each of the two kernels, how many of the best schedules are combined.
 _EACH = 3
@@ -416,10 +417,13 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
 def candidates(
     problem: SeparableBlock1dProblem, arch: str, path: str | None = None, form: str | None = None
 ) -> list[BlockSchedule]:
-    """Legal schedules, of one path and form or of all: the best of each typical length first, then by `estimate`."""
+    """Legal schedules, of one path and form or of all: first those that the block keeps, then the rest, both by
+    `estimate`.
+    """
     archs.check(arch)
-    rankings = [for_size(size, arch, path, form) for size in typical(problem)]
-    return separable.best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
+    sizes = typical(problem)
+    rankings = [for_size(size, arch, path, form) for size in sizes]
+    return separable.kept_first(problem, sizes, rankings, arch, check, estimate)
 
 
 @lru_cache(maxsize=1024)
@@ -448,4 +452,6 @@ def estimate(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: st
     if schedule.form == "fused":
         return estimates.fused_us(FusedGeometry(problem, schedule.tile))
     halves = ((problem.expand, schedule.expand), (problem.project, schedule.project))
-    return sum(separable.estimate(half, part, arch) for half, part in halves) - estimates.SHARED_US
+    both_packed = all(separable.Geometry(half, part).packed for half, part in halves)  # by one launch
+    total = sum(separable.estimate(half, part, arch) for half, part in halves)
+    return total - estimates.SHARED_US - estimates.PACKING_US * both_packed

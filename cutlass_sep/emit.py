@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .problem import DTYPES
+from .schedule import LONG_ITEM, LONG_ITEM_PERCENT
 
 if TYPE_CHECKING:
     from .kernel import Stage, TensorMap
@@ -133,6 +134,8 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "tma": path == "sm90",
         "alignment": alignment,
         "pack_threads": kernel.PACK_THREADS,
+        "long_item": LONG_ITEM,
+        "long_item_percent": LONG_ITEM_PERCENT,
         "product_error": product_error,
         "output_error": output_error,
         "products": 3 if problem.fp32_precision == "ieee" else 1,
@@ -199,7 +202,7 @@ def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     return _stage(stage, pointers) | {
         "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles,
         "march": g.schedule.path == "sm90" and g.march, "steps": g.tiles_down, "stride_h": p.stride[0],
-        "kernel_rows": g.window_rows(1), "pads": (p.padding.top, p.padding.left),
+        "kernel_rows": g.window_rows(1), "turned": g.turned, "pads": (p.padding.top, p.padding.left),
     }  # fmt: skip
 
 
@@ -210,7 +213,7 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     x_blocks = f" + n * ceil_div(w, {PACK_POSITIONS})" if g.scaled else ""
     return _stage(stage, pointers) | {
         "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1,
-        "kernel_rows": 1, "pads": (0, g.problem.pads[0]), "pack_blocks": f"{g.weight_blocks}{x_blocks}",
+        "kernel_rows": 1, "turned": False, "pads": (0, g.problem.pads[0]), "pack_blocks": f"{g.weight_blocks}{x_blocks}",
         "scaled": g.scaled,
     }  # fmt: skip
 

@@ -22,24 +22,27 @@ if TYPE_CHECKING:
 MULTIPROCESSORS = 132
 CYCLES_PER_US = 1700.0
 #: Microseconds of a call beside its main kernel's work: the launches, the packing of weights, the first loads; on path
-#: sm90, where these overlap; and what of it two kernels of one call have in common.
-LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 6.0, 5.5
+#: sm90, where these overlap, without packing; what of that two kernels of one call have in common; packing.
+LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 4.1, 3.5
+PACKING_US = 2.0
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
 _DEVICE_BYTES, _L2_BYTES = 18.1, 64.0
 #: sm90: bytes that a run of bytes side by side in device memory (a row of a contiguous item) takes beside its own.
-_RUN = 33.0
+_RUN = 37.6
 #: sm90, cycles: from the request of a TMA copy to its data, with the barriers on both sides; a copy of the producer;
 #: waiting for one row and giving it back; a work item beside its steps; a batch of a warp's stores, but the first,
 #: until it has left the staging buffers.
-_LATENCY, _COPY, _ROW, _ITEM, _STAGE = 1790.0, 174.0, 60.0, 610.0, 272.0
+_LATENCY, _COPY, _ROW, _ITEM, _STAGE = 1750.0, 141.0, 67.0, 800.0, 196.0
 #: sm90: part of its instructions that a warp waits beside them; cycles of a step by FMA, and of a marched one by tensor
 #: cores, that nothing else of its warpgroup hides: barriers, filling and draining of the MMAs.
-_WAIT, _STEP, _MARCH = 0.57, 730.0, 1010.0
+_WAIT, _STEP, _MARCH = 0.52, 403.0, 930.0
+#: sm90: part of its wgmmas' time on the tensor cores that a warp waits for them.
+_MMA_WAIT = 0.87
 #: sm90: cycles of a wavefront of shared memory. Marching: part of a step after which its oldest rows are given back.
-_WAVEFRONT, _HELD = 1.33, 0.5
+_WAVEFRONT, _HELD = 1.27, 0.5
 #: mma_q, cycles: of a warp for an mma.sync (latency of 33, four sums in turn), of the tensor cores for one; of an item
 #: whose warpgroups split the channels, for an output channel and warpgroup.
-_MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 9.6
+_MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 8.3
 #: mma_q in contiguous layout, whose rows are turned: cycles of a batch of 8 matrices for the warps that turn them.
 _TURN = 30.0
 #: Instructions of an activation on one value.
@@ -142,7 +145,8 @@ def _tile(g: Geometry, chunks: int) -> tuple[float, float, float, float]:
     instructions = groups * issue + promote + end_issue / chunks
     mmas = groups * s.blocks * _products(g)
     shared = 4 * (groups * shared + end_shared / chunks) + mmas * s.tile_oc / 4
-    return _STEP + _WAIT * instructions, instructions, shared, mmas * max(s.tile_oc / 2, 16)
+    tensor = mmas * max(s.tile_oc / 2, 16)
+    return _STEP + _WAIT * instructions + _MMA_WAIT * tensor, instructions, shared, tensor
 
 
 def _diagonal_tile(g: Geometry, chunks: int) -> tuple[float, float, float, float]:
@@ -156,7 +160,7 @@ def _diagonal_tile(g: Geometry, chunks: int) -> tuple[float, float, float, float
     # Instructions of a warp: an mma.sync takes 4 more that bring its operands together.
     issue = 5 * mmas + 2 * matrices + pairs + s.blocks * (16 * _ACTIVATION[p.mid_activation] + 40)
     instructions = groups * issue + end_issue / chunks
-    waits = groups * (wgmma + _MMA_SYNC * mmas) + _WAIT * instructions + (_MARCH if chunks == 1 else 0)
+    waits = groups * (_MMA_WAIT * wgmma + _MMA_SYNC * mmas) + _WAIT * instructions + (_MARCH if chunks == 1 else 0)
     shared = 4 * (groups * (4 * matrices + pairs) + end_shared / chunks) + groups * s.blocks * s.tile_oc / 2
     return waits, instructions, shared, groups * (wgmma + _MMA_TENSOR * mmas)
 
@@ -188,8 +192,9 @@ def sm90_us(g: Geometry) -> float:
     march, tile_p, tiles_down = chunks == 1, g.tile_p, g.tiles_down
     steps = g.steps(MULTIPROCESSORS)
     items = g.items(steps)
+    before = OVERLAPPED_US + PACKING_US * g.packed
     if items == 0:
-        return OVERLAPPED_US
+        return before
     rounds = steps / tiles_down if march else chunks
     own_window, window = g.window_rows(tile_p), g.window_rows(tile_p * tiles_down)
     new_rows = tile_p * tiles_down * p.stride[0] if march else window
@@ -235,7 +240,7 @@ def sm90_us(g: Geometry) -> float:
     item = rounds * _soft_max(compute, copies, rows_ring, weights_ring) + _ITEM
     first = (own_window if march else window) * row_bytes + g.stage_bytes
     total = _soft_max(-(-items // MULTIPROCESSORS) * item, max(1, items / MULTIPROCESSORS) * memory)
-    return (total + _LATENCY + first / device_bytes) / CYCLES_PER_US + OVERLAPPED_US
+    return (total + _LATENCY + first / device_bytes) / CYCLES_PER_US + before
 
 
 def portable_us(g: Geometry, arch: str) -> float:
@@ -291,7 +296,7 @@ def fused_us(g: FusedGeometry) -> float:
         # A pass over x leaves it in fp16.
         before = p.n * p.l * p.c * (4 + 2 * g.parts)
     device = _DEVICE_BYTES * MULTIPROCESSORS
-    return (max(rounds * tile, moved / device) + before / device) / CYCLES_PER_US + OVERLAPPED_US
+    return (max(rounds * tile, moved / device) + before / device) / CYCLES_PER_US + OVERLAPPED_US + PACKING_US
 
 
 def torch_us(p: SeparableConv2dProblem) -> float:

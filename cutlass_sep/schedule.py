@@ -39,9 +39,14 @@ MOST_TAPS = 64
 MOST_DIAGONAL_TAPS = 128
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
-#: Sizes (images, rows and columns of the output) whose best schedules are all that a layer's calls choose from, so that
-#: many sizes need few builds. Contiguous rows are aligned for some sizes and not for others, which need other kernels.
-TYPICAL_SIZES = {"channels_last": ((4, 10), (32, 7), (16, 56), (16, 112)), "contiguous": ((1, 56), (16, 256))}
+#: Sizes (images, rows and columns of the output) whose best schedules a layer's calls choose from: those BUILDS of them
+#: that lose least, so that many sizes need few builds. Contiguous rows are aligned for some sizes and not for others,
+#: which need other kernels.
+TYPICAL_SIZES = {
+    "channels_last": ((1, 14), (32, 7), (32, 10), (32, 14), (32, 56), (16, 112), (32, 224)),
+    "contiguous": ((16, 8), (16, 24), (16, 40), (16, 256)),
+}
+BUILDS = {"channels_last": 4, "contiguous": 2}
 #: Registers of a consumer's and a producer's thread by number of consumer warpgroups (setmaxnreg; see
 #: templates/separable2d_sm90.cuh), and where the warps beside the producer get more (Geometry.room_beside).
 #: All together they are at most what the launch gives.
@@ -49,6 +54,9 @@ CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
 PRODUCER_REGISTERS = {1: 32, 2: 24, 3: 32}
 CONSUMERS_WITH_ROOM = {1: 240, 2: 232}
 PRODUCER_WITH_ROOM = 40
+#: Turned rows: output rows of a work item above which two items take less time than one, and what a longer item costs
+#: beside one that is not, in percent ([16,64,512,512] in bf16, all blocks in one round: 498 us by 128 rows, 475 by 64).
+LONG_ITEM, LONG_ITEM_PERCENT = 64, 105
 #: Kernels count in 32 bits. Sums of two extents must fit, a tile's pixels times the stride, and four bytes for each
 #: group of packed pointwise weights.
 MAX_EXTENT = 2**28
@@ -401,7 +409,8 @@ class Geometry:
 
         def cost(steps: int) -> int:
             rounds = -(-columns * -(-most // steps) // processors)
-            return rounds * (self.window_rows(steps * self.tile_p) + 2)
+            percent = LONG_ITEM_PERCENT if self.turned and steps * self.tile_p > LONG_ITEM else 100
+            return rounds * (self.window_rows(steps * self.tile_p) + 2) * percent
 
         splits = {-(-most // parts) for parts in range(1, min(most, 4 * processors) + 1)}
         return min(splits, key=lambda steps: (cost(steps), -steps))
@@ -777,32 +786,56 @@ def typical(problem: SeparableConv2dProblem) -> list[SeparableConv2dProblem]:
 
 
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
-    """Legal schedules, of one path or of all: first the best of each typical size, in both parts by `estimate`."""
+    """Legal schedules, of one path or of all: first those that the layer keeps, then the rest, both by `estimate`."""
     archs.check(arch)
-    rankings = [for_size(size, arch, path) for size in typical(problem)]
-    return best_first(rankings, lambda s: check(problem, s, arch), lambda s: estimate(problem, s, arch))
+    sizes = typical(problem)
+    return kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate)
 
 
-def for_size(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
+@lru_cache(maxsize=1024)
+def for_size(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> tuple[Schedule, ...]:
     """The schedules, of one path or of all, with the best estimates for this very size, best first."""
     paths = [name for name in PATHS if path in (None, name) and supports(problem, name, arch)]
     found = (schedule for name in paths for schedule in ranked(problem, name, arch))
-    return preferred(found, lambda s: estimate(problem, s, arch))
+    return tuple(preferred(found, lambda s: estimate(problem, s, arch)))
 
 
 def preferred(schedules: Iterable, estimated: Callable[[Any], float]) -> list:
     """Schedules of both paths by their estimates, best first."""
-    return sorted(schedules, key=lambda s: estimated(s) * (PORTABLE_MARGIN if s.path == "portable" else 1))
+    return sorted(schedules, key=lambda schedule: weighted(schedule, estimated(schedule)))
 
 
-def best_first(rankings: Iterable[list], legal: Callable[[Any], object], estimated: Callable[[Any], float]) -> list:
-    """All that is legal of several rankings: first the best of each ranking, then the rest; both as preferred."""
-    chosen, rest = {}, {}
-    for ranking in rankings:
-        found = [schedule for schedule in ranking if legal(schedule)]
-        chosen.update(dict.fromkeys(found[:1]))
-        rest.update(dict.fromkeys(found[1:]))
-    return preferred(chosen, estimated) + preferred((s for s in rest if s not in chosen), estimated)
+def weighted(schedule: Any, microseconds: float) -> float:
+    """An estimate as it is compared with one of the other path."""
+    return microseconds * (PORTABLE_MARGIN if schedule.path == "portable" else 1)
+
+
+def kept_first(problem: Problem, sizes: list, rankings: list, arch: str, check: Callable, estimate: Callable) -> list:
+    """All that is legal of the rankings of typical `sizes`: first what the layer keeps of the best of each, then the
+    rest; both as preferred.
+    """
+    found = dict.fromkeys(itertools.chain.from_iterable(rankings))
+    legal = {schedule for schedule in found if check(problem, schedule, arch)}
+    firsts = (next((schedule for schedule in ranking if schedule in legal), None) for ranking in rankings)
+    best = tuple(dict.fromkeys(schedule for schedule in firsts if schedule is not None))
+    kept = _lose_least(best, tuple(sizes), BUILDS[problem.layout], arch, check, estimate)
+    rest = [schedule for schedule in found if schedule in legal and schedule not in kept]
+    estimated = lambda schedule: estimate(problem, schedule, arch)  # noqa: E731
+    return preferred(kept, estimated) + preferred(rest, estimated)
+
+
+@lru_cache(maxsize=1024)
+def _lose_least(best: tuple, sizes: tuple, count: int, arch: str, check: Callable, estimate: Callable) -> tuple:
+    """The `count` of the schedules that lose least to the best of them all, summed over the sizes."""
+    if len(best) <= count:
+        return best
+    losses = []
+    for size in sizes:
+        times = [weighted(s, estimate(size, s, arch)) if check(size, s, arch) else math.inf for s in best]
+        if (least := min(times)) < math.inf:
+            losses.append([time / least for time in times])
+    chosen = itertools.combinations(range(len(best)), count)
+    return tuple(best[i] for i in min(chosen, key=lambda some: sum(min(loss[i] for i in some) for loss in losses)))
 
 
 @lru_cache(maxsize=1024)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable
+
 import torch
 from block import Block
 from separable import Case
 
 from cutlass_sep.problem import Problem, SeparableBlock1dProblem, SeparableConv2dProblem
-from cutlass_sep.schedule import Schedule, check, estimate, ranked, typical
+from cutlass_sep.schedule import BUILDS, Schedule, check, estimate, ranked, typical
 
 #: The four arithmetics of the kernels, by short names, and the element type of each.
 KINDS = {"ieee": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -27,9 +31,25 @@ def problem_of(
 
 
 def best_first(problem: SeparableConv2dProblem, arch: str, path: str, found: list[Schedule]) -> bool:
-    """Whether `found` is the best legal schedule of each typical size and then the rest, both in order of estimates."""
-    legal = [[s for s in ranked(size, path, arch) if check(problem, s, arch)] for size in typical(problem)]
-    first = {ranking[0] for ranking in legal if ranking}
-    parts = found[: len(first)], found[len(first) :]
-    times = [[estimate(problem, schedule, arch) for schedule in part] for part in parts]
-    return set(parts[0]) == first and set(found) == set().union(*legal) and all(t == sorted(t) for t in times)
+    """Whether `found` is what the layer keeps of the best legal schedules of its typical sizes, no choice of as many of
+    which loses less over these sizes, and then the rest, both in order of estimates.
+    """
+    sizes = typical(problem)
+    legal = [[s for s in ranked(size, path, arch) if check(problem, s, arch)] for size in sizes]
+    best = {ranking[0] for ranking in legal if ranking}
+    count = min(BUILDS[problem.layout], len(best))
+
+    def time(size: SeparableConv2dProblem, some: Iterable[Schedule]) -> float:
+        return min((estimate(size, s, arch) for s in some if check(size, s, arch)), default=math.inf)
+
+    def loss(some: Iterable[Schedule]) -> float:
+        return sum(time(size, some) / time(size, best) for size in sizes if time(size, best) < math.inf)
+
+    kept, rest = found[:count], found[count:]
+    times = [[estimate(problem, schedule, arch) for schedule in part] for part in (kept, rest)]
+    return (
+        best.issuperset(kept)
+        and loss(kept) <= min(map(loss, itertools.combinations(best, count)), default=0) + 1e-9
+        and set(found) == set().union(*legal)
+        and all(part == sorted(part) for part in times)
+    )

@@ -353,6 +353,22 @@ def test_work_items_cover_the_output(size: tuple[int, int], layout: str, path: s
             assert g.oc_tiles * schedule.tile_oc >= problem.o
 
 
+def test_long_items_of_turned_rows_are_halved_where_that_costs_little():
+    """[16,64,512,512] in bf16 took 475 us by 64 rows and 498 by 128, which are one round of the grid."""
+    wide = Schedule("sm90", 128, 64, 2, 4, 2, row_slots=5, staging_groups=2, side_by_side=True, mma_q=16)
+
+    def rows(problem, schedule) -> int:
+        g = Geometry(problem, schedule)
+        return g.steps(132) * g.tile_p
+
+    assert rows(problem_of(LEAD, "bf16"), wide) == 64
+    # Rows as they are: one round.
+    by_fma = replace(wide, row_slots=4, side_by_side=False, mma_q=0)
+    assert rows(problem_of(LEAD, "ieee"), by_fma) == 256
+    # Two items of 33 rows would read 6 of 68 rows of x again.
+    assert rows(problem_of(replace(LEAD, n=64, h=66), "bf16"), wide) == 66
+
+
 def test_portable_does_not_depend_on_padding_or_sizes():
     """One source for all of them, and one for every alignment below 16 bytes."""
     for kind in KINDS:
