@@ -43,6 +43,8 @@ _WAVEFRONT, _HELD = 1.27, 0.5
 #: mma_q, cycles: of a warp for an mma.sync (latency of 33, four sums in turn), of the tensor cores for one; of an item
 #: whose warpgroups split the channels, for an output channel and warpgroup.
 _MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 8.3
+#: mma_q: cycles of the warps that make the table of taps for a row of it, two taps of 32 channels (counted, not fitted).
+_TABLE_ROW = 8.0
 #: mma_q in contiguous layout, whose rows are turned: cycles of a batch of 8 matrices for the warps that turn them.
 _TURN = 30.0
 #: Instructions of an activation on one value.
@@ -234,7 +236,8 @@ def sm90_us(g: Geometry) -> float:
     else:
         ahead, held = tiles_down * s.row_slots * g.slot_rows / window, waits
         resident = chunks <= s.weight_slots and g.oc_tiles == 1
-        weights_ring = 0.0 if resident else (_LATENCY + g.stage_bytes / _L2_BYTES + waits) / s.weight_slots
+        table = _TABLE_ROW * s.slot_channels / 32 * -(-p.taps // 2) * (not g.packed)
+        weights_ring = 0.0 if resident else (_LATENCY + g.stage_bytes / _L2_BYTES + table + waits) / s.weight_slots
     rows_ring = (tiles_down * (_LATENCY + held) + memory / rounds) / ahead
 
     item = rounds * _soft_max(compute, copies, rows_ring, weights_ring) + _ITEM
