@@ -213,8 +213,8 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     x_blocks = f" + n * ceil_div(w, {PACK_POSITIONS})" if g.scaled else ""
     return _stage(stage, pointers) | {
         "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1,
-        "kernel_rows": 1, "turned": False, "pads": (0, g.problem.pads[0]), "pack_blocks": f"{g.weight_blocks}{x_blocks}",
-        "scaled": g.scaled,
+        "kernel_rows": 1, "turned": False, "pads": (0, g.problem.pads[0]), "scaled": g.scaled,
+        "pack_blocks": f"{g.weight_blocks}{x_blocks}",
     }  # fmt: skip
 
 

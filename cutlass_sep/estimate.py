@@ -43,7 +43,8 @@ _WAVEFRONT, _HELD = 1.27, 0.5
 #: mma_q, cycles: of a warp for an mma.sync (latency of 33, four sums in turn), of the tensor cores for one; of an item
 #: whose warpgroups split the channels, for an output channel and warpgroup.
 _MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 8.3
-#: mma_q: cycles of the warps that make the table of taps for a row of it, two taps of 32 channels (counted, not fitted).
+#: mma_q: cycles that the warps which make the table of taps take for a row of it, two taps of 32 channels (counted, not
+#: fitted).
 _TABLE_ROW = 8.0
 #: mma_q in contiguous layout, whose rows are turned: cycles of a batch of 8 matrices for the warps that turn them.
 _TURN = 30.0

@@ -304,5 +304,5 @@ def test_picks_do_not_spill(name, dtype, layout, precision):
     problem = layer(name, (dtype, layout, precision))
     chosen = candidates(problem, ARCH, "sm90")[0]
     cubin = compiler.build(render(problem, chosen, ARCH), ARCH, name="spill-test")
-    # Six words may: the producer's warpgroup has 24 to 40 registers a thread, and what it spills is not on its loops' chain.
+    # Six words may: the producer's warpgroup has 24 to 40 registers a thread, and what it spills is on no chain.
     assert cubin.resources["separable2d"].spill_bytes <= 24, chosen
