@@ -49,9 +49,14 @@ def pytorch(op: Operation, name: str, directory: str | os.PathLike[str]) -> None
     operator torch.ops.`name`.run and compares it with float64. The operator takes x of any N, H, W (N, L); of an
     aligned op (16 bytes) only maps whose rows are multiples of 16 bytes.
 
-    Raises ValueError unless `name` is a Python identifier of ASCII characters, Unsupported for an op on path "torch",
-    FileExistsError for a directory with other files, all before anything is compiled or written; and as `op.compile`.
+    Raises TypeError for anything but an op, ValueError unless `name` is a Python identifier of ASCII characters,
+    Unsupported for an op on path "torch", FileExistsError for a directory with other files, all before anything is
+    compiled or written; and as `op.compile`.
     """
+    from .op import Operation
+
+    if not isinstance(op, Operation):
+        raise TypeError(f"op must be an op of cutlass_sep, got a {type(op).__name__}")
     if not (isinstance(name, str) and name.isascii() and name.isidentifier()) or keyword.iskeyword(name):
         raise ValueError(f"name={name!r} must be a Python identifier of ASCII characters")
     texts = {file.format(name=name): text for file, text in _render(op, name).items()}

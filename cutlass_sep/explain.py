@@ -100,7 +100,8 @@ def supports(op_or_problem: Operation | Problem, path: str, arch: str, form: str
     """
     problem = op_or_problem.problem if isinstance(op_or_problem, Operation) else op_or_problem
     if not isinstance(problem, Problem):
-        raise TypeError(f"op_or_problem must be an op or a problem of cutlass_sep, got {op_or_problem!r}")
+        kind = type(op_or_problem).__name__
+        raise TypeError(f"op_or_problem must be an op or a problem of cutlass_sep, got a {kind}")
     archs.check(arch)
     planner.check_form(problem, form)
     if path != "torch":

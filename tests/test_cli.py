@@ -62,7 +62,7 @@ def run_json(run):
     ("arguments", "stage"),
     [
         (["--dtype", "float16", "--layout", "channels_last"], "path sm90, depthwise on tensor cores for sm_90a"),
-        (["--dtype", "float16"], "path sm90, depthwise by FMA for sm_90a"),
+        (["--dtype", "float32"], "path sm90, depthwise by FMA for sm_90a"),
         (["--dtype", "float16", "--layout", "channels_last", "--path", "portable"], "portable, depthwise by FMA"),
     ],
 )

@@ -115,6 +115,12 @@ def test_an_interrupted_emission_is_taken_up_again(op, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == FILES
 
 
+def test_refuses_what_is_no_op(tmp_path):
+    with pytest.raises(TypeError, match="op must be an op of cutlass_sep, got a Tensor"):
+        emit.pytorch(torch.ones(1), "name", tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", ["", "a-b", "1a", "a b", "../a", "class", "größe", None])
 def test_refuses_a_name_that_is_no_identifier(op, tmp_path, name):
     with pytest.raises(ValueError, match="identifier"):
