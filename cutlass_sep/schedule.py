@@ -578,6 +578,8 @@ def check(
             return Support(False, f"mma_q={schedule.mma_q}: {reason}")
         if not geometry.channels_last and 128 % (row_bytes := geometry.warp_q * problem.element_size):
             return Support(False, f"a warp's rows of {row_bytes} bytes do not divide the 128 that TMA swizzles")
+        if not geometry.pixel_major and schedule.blocks > 2:
+            return Support(False, f"blocks={schedule.blocks} must be 1 or 2: a lane stages 16 bytes of a row at a time")
         window = geometry.window_rows(geometry.tile_p)
         if schedule.row_slots * geometry.slot_rows < window:
             return Support(False, f"{schedule.row_slots} row slots hold no window of {window} rows")

@@ -172,6 +172,14 @@ def test_illegal_on_sm90(change: dict, reason: str):
     assert not refused and reason in refused.reason
 
 
+def test_contiguous_lanes_stage_at_most_a_swizzled_unit():
+    """Four blocks of 16-bit pixels are 32 bytes of a row: the swizzle may put the second 16 before the first."""
+    problem = problem_of(Case(n=2, c=64, o=32, h=56, w=64), "bf16", "contiguous")
+    schedule = Schedule("sm90", 32, 64, 2, 1, 2, row_slots=8)
+    assert check(problem, schedule, "sm_90a")
+    assert "blocks=4 must be 1 or 2" in check(problem, replace(schedule, blocks=4), "sm_90a").reason
+
+
 def test_contiguous_tiles_of_many_channels_are_stored_from_two_buffers():
     """More are never waited for; one is, between the 16 groups of 256 output channels."""
     problem = problem_of(Case(n=32, c=256, o=256, h=1, w=4096, kernel=(1, 3), padding=(0, 1)), "bf16", "contiguous")
