@@ -205,6 +205,11 @@ class Geometry:
         return not self.schedule.mma_q
 
     @property
+    def fills_taps(self) -> bool:
+        """Whether warps beside the producer make the table of taps of every pass (templates/diagonal_depthwise.cuh)."""
+        return not self.packed and self.problem.depthwise
+
+    @property
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
         if self.turned:  # blocks side by side
@@ -394,8 +399,7 @@ class Geometry:
             weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
-        fills_taps = not self.packed and self.problem.depthwise
-        barriers = ((3 if self.turned else 2) * s.row_slots + (3 if fills_taps else 2) * s.weight_slots) * 8
+        barriers = ((3 if self.turned else 2) * s.row_slots + (3 if self.fills_taps else 2) * s.weight_slots) * 8
         rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
         return rings + self.staging_bytes + self.given_bytes + barriers
 
@@ -434,7 +438,7 @@ class Geometry:
     @property
     def room_beside(self) -> bool:
         """sm90: whether the warps beside the producer, which fill in taps and turn rows, get registers of consumers."""
-        return not self.packed and self.problem.depthwise and self.schedule.warpgroups < 3
+        return self.fills_taps and self.schedule.warpgroups < 3
 
     @property
     def consumer_registers(self) -> int:

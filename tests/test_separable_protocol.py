@@ -96,7 +96,7 @@ class Machine(protocol.Machine):
         self.items = [Item(g, most, index) for index in range(block, g.items(most), processors)]
         self.resident = g.chunks <= s.weight_slots and g.oc_tiles == 1
         #: Whether helper warps make the table of taps, which else comes with the weights.
-        self.fills = not g.packed and g.problem.depthwise
+        self.fills = g.fills_taps
         #: Tiles (item, step down, place side by side), each with a warp and the passes in its sums.
         self.done: list[tuple] = []
 
