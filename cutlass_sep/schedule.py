@@ -760,7 +760,7 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
         stagings = [count for count in (1, 2, 4, 8) if groups % count == 0]
     else:  # contiguous: of two buffers in turn one is free in time
         stagings = [1, groups if geometry.channels_last else 2]
-    counts = {2} if geometry.packed else {2, 3}
+    counts = {2} if geometry.packed else {2, 3}  # the table of taps takes time before a stage is full
     if geometry.oc_tiles == 1:
         counts = {geometry.chunks, *(min(geometry.chunks, count) for count in counts)}
     for weight_slots in sorted(counts):
