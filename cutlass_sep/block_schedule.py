@@ -354,11 +354,13 @@ def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
 
 @lru_cache(maxsize=1024)
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
-    """The fused schedules that fit: more chunks of hidden channels, of project weights, or of expand weights alone."""
+    """The fused schedules that fit: more chunks of project weights (measured as the best where there is room), of hidden
+    channels, or of expand weights alone.
+    """
     found = []
     least = _least_tile(problem)
     halves, parts = FusedGeometry(problem, least).halves, FusedGeometry(problem, least).parts
-    rings = ((2, 2), (3, 2)) if parts == 2 else ((3, 2), (4, 2), (3, 3))  # project: whole chunks, or parts of one
+    rings = ((2, 2), (3, 2)) if parts == 2 else ((3, 3), (3, 2), (4, 2))  # project: whole chunks, or parts of one
     for hidden, project in rings:
         tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
@@ -399,14 +401,15 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
             return Support(False, f"{name}={value!r} must be an integer of at least {least[name]}")
     if schedule.tile.tile_oc not in FUSED_TILE_OCS:
         return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
-    # The project warpgroups give a half back when they have issued the next one, for which the depthwise warpgroup asks
-    # only when there is room for both of its chunk: with fewer slots they wait for each other.
+    # The project warpgroups give a half back when they have issued the next one, before which the depthwise warpgroup
+    # asks for the next chunk's: with one chunk's slots they wait for each other. A slot is always the same half's, which
+    # one warp asks for: who waits for it to be free knows that it was filled before.
     geometry = FusedGeometry(problem, schedule.tile)
     halves = geometry.halves
     if geometry.parts == 2 and schedule.tile.project_slots != 4:
         return Support(False, f"project_slots={schedule.tile.project_slots} must be 4: two parts for two warpgroups")
-    if schedule.tile.project_slots <= halves:
-        reason = f"must be more than the {halves} that a chunk of {schedule.tile.tile_oc} output channels takes"
+    if schedule.tile.project_slots % halves or schedule.tile.project_slots < 2 * halves:
+        reason = f"must be those of two or more chunks, each {halves} with {schedule.tile.tile_oc} output channels"
         return Support(False, f"project_slots={schedule.tile.project_slots} {reason}")
     shared_bytes = geometry.shared_bytes
     if shared_bytes > archs.SHARED_BYTES[arch]:

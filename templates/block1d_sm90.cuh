@@ -34,7 +34,7 @@ struct BlockLayout {
   static constexpr int kPositions = Config::kPositions;
   static_assert(Config::kPhase + kTile + (Config::kKernelW - 1) * Config::kDilationW <= kPositions);
   /// Multiples of 8, other than the 128 at launch. Sums of 128 output channels or fewer leave more to the other warpgroups.
-  static constexpr bool kNarrow = Config::kScaled && kParts == 1 && Config::kTileOc <= 128;
+  static constexpr bool kNarrow = kParts == 1 && Config::kTileOc <= 128;
   static constexpr int kProjectRegisters = kParts == 2 ? 152 : kNarrow ? 120 : 160;
   static constexpr int kExpandRegisters =
       kParts == 2 ? 136 : kNarrow || kPositions > 152 ? 120 : Config::kScaled && kPositions <= 136 ? 112 : 104;
@@ -504,19 +504,20 @@ struct Depthwise {
       cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::kTapsBytes,
                                      reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::kTapsBytes);
     };
-    if (warp == 0 && cute::elect_one_sync())
+    if (warp == 1 && cute::elect_one_sync())
       for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
     RingCursor<Config::kHiddenSlots> hidden;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
       // The project weights of a chunk are asked for here and not by the expand warpgroup, which may have to wait for the project warpgroups to
-      // start a tile. (In two parts by a project warpgroup, whose slots are its own.)
+      // start a tile. (In two parts by a project warpgroup, whose slots are its own.) Two warps ask for half of them each, another one for taps, so
+      // that none has to wait for all.
       if constexpr (L::kParts == 1) {
-        if (warp == 0 && cute::elect_one_sync())
-          for (int half = 0; half < L::kHalves; ++half)
-            load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, [&](int load, int slot) {
-              load_project_weights(project_map, shared, slot, load / L::kHalves % L::kChunks, load % L::kHalves, 0);
-            });
+        int const half = warp - 2;
+        if (half >= 0 && half < L::kHalves && cute::elect_one_sync())
+          load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, [&](int, int slot) {
+            load_project_weights(project_map, shared, slot, i % L::kChunks, half, 0);
+          });
         __syncwarp();
       }
       char* const rows = shared.hidden(hidden.slot);
@@ -537,7 +538,7 @@ struct Depthwise {
       cutlass::arch::fence_view_async_shared();
       arrive_warp(shared.operand_full[hidden.slot], lane);
       if (lane == 0) shared.taps_empty[hidden.slot].arrive();
-      if (warp == 0 && cute::elect_one_sync()) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
+      if (warp == 1 && cute::elect_one_sync()) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
       __syncwarp();
       hidden.advance();
     }

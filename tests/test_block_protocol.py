@@ -124,14 +124,13 @@ class Machine(protocol.Machine):
 
     def depthwise(self, warp: int) -> Warp:
         s = self.shape
-        if warp == 0:
+        if warp == 1:
             for chunk in range(s.hidden_slots):
                 yield from self.load_taps(chunk)
         for chunk in range(self.chunks):
             slot, turn = chunk % s.hidden_slots, chunk // s.hidden_slots
-            if warp == 0 and s.parts == 1:
-                for half in range(s.halves):
-                    yield from self.load_project(chunk * s.halves + half)
+            if s.parts == 1 and 0 <= warp - 2 < s.halves:
+                yield from self.load_project(chunk * s.halves + warp - 2)
             yield self.taps_full[slot].wait(turn)
             yield self.hidden_full[slot].wait(turn)
             yield None
@@ -140,7 +139,7 @@ class Machine(protocol.Machine):
             self.rows[slot][warp].write(("operand", chunk))
             self.operand_full[slot].arrive()
             self.taps_empty[slot].arrive()
-            if warp == 0:
+            if warp == 1:
                 yield from self.load_taps(chunk + s.hidden_slots)
 
     def project_parts(self, warp: int) -> Warp:
@@ -241,7 +240,7 @@ def any_shape(seed: int) -> Shape:
         halves=halves,
         residual=not scaled and random_.random() < 0.7,
         expand_slots=random_.randint(2, 8),
-        project_slots=random_.randint(halves + 1, 6),
+        project_slots=random_.randint(2, 6 // halves) * halves,
         hidden_slots=random_.randint(3, 5),
         scaled=scaled,
     )
@@ -260,7 +259,7 @@ def test_the_rings_of_the_lead_shape():
 
 
 def test_fewer_project_slots_than_check_allows_stop():
-    """The rule for project_slots in block_schedule.check: more than the halves of a chunk."""
+    """The rule for project_slots in block_schedule.check: those of more than one chunk."""
     with pytest.raises(AssertionError, match="wait for ever"):
         run(Shape(project_slots=2), 0)
 
