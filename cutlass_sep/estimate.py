@@ -195,7 +195,7 @@ def sm90_us(g: Geometry) -> float:
     march, tile_p, tiles_down = chunks == 1, g.tile_p, g.tiles_down
     steps = g.steps(MULTIPROCESSORS)
     items = g.items(steps)
-    before = OVERLAPPED_US + PACKING_US * g.packed
+    before = OVERLAPPED_US + PACKING_US * (g.pack_blocks > 0)
     if items == 0:
         return before
     rounds = steps / tiles_down if march else chunks
@@ -237,7 +237,7 @@ def sm90_us(g: Geometry) -> float:
     else:
         ahead, held = tiles_down * s.row_slots * g.slot_rows / window, waits
         resident = chunks <= s.weight_slots and g.oc_tiles == 1
-        table = _TABLE_ROW * s.slot_channels / 32 * -(-p.taps // 2) * (not g.packed)
+        table = _TABLE_ROW * s.slot_channels / 32 * -(-p.taps // 2) * g.fills_taps
         weights_ring = 0.0 if resident else (_LATENCY + g.stage_bytes / _L2_BYTES + table + waits) / s.weight_slots
     rows_ring = (tiles_down * (_LATENCY + held) + memory / rounds) / ahead
 

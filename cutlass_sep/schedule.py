@@ -98,6 +98,7 @@ class Schedule:
     side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
     split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
     mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
+    packs_taps: bool = False  # sm90, mma_q: a launch before makes the tables of taps, not warps of the kernel in each pass
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -199,15 +200,15 @@ class Geometry:
 
     @property
     def packed(self) -> bool:
-        """Whether a launch before packs the weights; where tensor cores make the depthwise outputs, they are taken as
-        they are.
+        """Whether a launch before packs the pointwise weights; where tensor cores make the depthwise outputs, they are
+        taken as they are.
         """
         return not self.schedule.mma_q
 
     @property
     def fills_taps(self) -> bool:
         """Whether warps beside the producer make the table of taps of every pass (templates/diagonal_depthwise.cuh)."""
-        return not self.packed and self.problem.depthwise
+        return not self.packed and self.problem.depthwise and not self.schedule.packs_taps
 
     @property
     def warp_q(self) -> int:
@@ -327,10 +328,11 @@ class Geometry:
     def depthwise_weight_bytes(self) -> int:
         """Depthwise weights of one pass: struct DepthwiseWeights or DiagonalTaps of the templates."""
         if self.schedule.mma_q:
-            # The table of taps and biases, and behind it what it is made from.
+            # The table of taps and biases, and behind it what it is made from, if it is made there.
             p, channels = self.problem, self.schedule.slot_channels
             table = channels // 32 * (-(-p.taps // 2) + 1) * 128
-            return table + channels * (p.taps + p.dw_bias) * 2 if p.depthwise else 0
+            raw = channels * (p.taps + p.dw_bias) * 2
+            return table + raw * self.fills_taps if p.depthwise else 0
         lane_channels = 8 // self.problem.element_size
         row_units = -(-self.problem.kernel[1] * lane_channels // 4)
         return self.schedule.slot_channels // lane_channels * ((self.problem.kernel[0] * row_units + 1) | 1) * 16
@@ -343,7 +345,7 @@ class Geometry:
     @property
     def workspace_bytes(self) -> int:
         if not self.packed:
-            return 0
+            return round_up(self.schedule.packs_taps * self.chunks * self.depthwise_weight_bytes, 256)
         stages = self.oc_tiles * self.chunks
         channels = self.oc_tiles * self.schedule.tile_oc * 4 * (2 if self.split else 1)  # bias, scale of the split form
         flags = self.pack_blocks * 4 if self.split else 0
@@ -351,8 +353,10 @@ class Geometry:
 
     @property
     def pack_blocks(self) -> int:
-        """Blocks of pack_weights: 16 output channels of one pass each."""
-        return self.packed * self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
+        """Blocks of pack_weights: 16 output channels of one pass each, or the taps of one pass."""
+        if not self.packed:
+            return self.schedule.packs_taps * self.chunks
+        return self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
 
     @property
     def store_bytes(self) -> int:
@@ -580,6 +584,8 @@ def check(
             return Support(False, f"split_channels=True: {reason}")
         if schedule.mma_q and (reason := _no_diagonals(geometry)) is not None:
             return Support(False, f"mma_q={schedule.mma_q}: {reason}")
+        if schedule.packs_taps and (reason := _no_packed_taps(geometry)) is not None:
+            return Support(False, f"packs_taps=True: {reason}")
         if not geometry.channels_last and 128 % (row_bytes := geometry.warp_q * problem.element_size):
             return Support(False, f"a warp's rows of {row_bytes} bytes do not divide the 128 that TMA swizzles")
         if not geometry.pixel_major and schedule.blocks > 2:
@@ -629,6 +635,15 @@ def _no_diagonals(geometry: Geometry) -> str | None:
     return None
 
 
+def _no_packed_taps(geometry: Geometry) -> str | None:
+    """Why no launch before makes tables of these taps, or None."""
+    if not geometry.schedule.mma_q or not geometry.problem.depthwise:
+        return "only where mma_q makes depthwise outputs"
+    if geometry.turned:
+        return "beside rows that are turned, the tables are made once for all passes"
+    return None
+
+
 def _no_split(geometry: Geometry) -> str | None:
     """Why the warpgroups cannot take the channels in turn, or None."""
     s = geometry.schedule
@@ -645,7 +660,7 @@ def _malformed(schedule: Schedule) -> str | None:
     """Why this is no schedule of any problem, or None."""
     if schedule.path not in PATHS:
         return f"path={schedule.path!r} must be one of {', '.join(map(repr, PATHS))}"
-    for name in ("gather", "side_by_side", "split_channels"):
+    for name in ("gather", "side_by_side", "split_channels", "packs_taps"):
         if type(getattr(schedule, name)) is not bool:
             return f"{name}={getattr(schedule, name)!r} must be True or False"
     for name in _COUNTS:
@@ -662,6 +677,8 @@ def _malformed(schedule: Schedule) -> str | None:
         for name in ("row_slots", "weight_slots", "staging_groups"):
             if getattr(schedule, name) != 1:
                 return f"{name}={getattr(schedule, name)} must be 1: path portable has no rings"
+        if schedule.packs_taps:
+            return "packs_taps=True: on path portable all weights are packed"
         if schedule.side_by_side or schedule.split_channels:
             name = "side_by_side" if schedule.side_by_side else "split_channels"
             return f"{name}=True: on path portable the warps' tiles are arranged by warps_q alone"
@@ -704,6 +721,8 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
             continue
         if geometry.registers <= geometry.consumer_registers:
             yield from _with_rings(problem, base, arch)
+            if mma_q and problem.depthwise and not geometry.march:
+                yield from _with_rings(problem, replace(base, packs_taps=True), arch)
     if problem.element_size == 2 and problem.layout == "contiguous":
         for base in _turned(problem, padded):
             if not _no_diagonals(Geometry(problem, base)):
@@ -760,7 +779,7 @@ def _with_rings(problem: SeparableConv2dProblem, base: Schedule, arch: str) -> I
         stagings = [count for count in (1, 2, 4, 8) if groups % count == 0]
     else:  # contiguous: of two buffers in turn one is free in time
         stagings = [1, groups if geometry.channels_last else 2]
-    counts = {2} if geometry.packed else {2, 3}  # the table of taps takes time before a stage is full
+    counts = {2, 3} if geometry.fills_taps else {2}  # the table of taps takes time before a stage is full
     if geometry.oc_tiles == 1:
         counts = {geometry.chunks, *(min(geometry.chunks, count) for count in counts)}
     for weight_slots in sorted(counts):
@@ -853,8 +872,7 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
         return tuple(found[:PORTABLE_CANDIDATES])
     best = {}
     for s in found:
-        key = s.tile_oc, s.slot_channels, s.blocks, s.warps_q, s.warpgroups, s.side_by_side, s.split_channels, s.mma_q
-        best.setdefault(key, s)
+        best.setdefault(replace(s, row_slots=1, weight_slots=1, staging_groups=1), s)
     return tuple(best.values())[:SM90_CANDIDATES]
 
 

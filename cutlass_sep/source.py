@@ -115,6 +115,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kWarpsQ": schedule.warps_q,
         "kWarpgroups": schedule.warpgroups,
         "kMmaQ": schedule.mma_q,
+        "kPacksTaps": schedule.packs_taps,
     }
     if schedule.path == "sm90":
         values |= {
@@ -143,6 +144,7 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
         "config": f"{name.capitalize()}Config",
         "turned": geometry.turned,
         "packed": geometry.packed,
+        "packs": geometry.pack_blocks > 0,
         "element": _element(problem.dtype),
         "mma_atom": mma_atom(problem, schedule),
         "depthwise_atom": f"SM80_16x8x16_{kind}",

@@ -12,8 +12,8 @@
 namespace cutlass_sep {
 
 /// Depthwise weights and bias of a chunk of channels. Table: of each 32 channels [pair of taps][channel] two 16-bit taps; then in fp32 the biases of
-/// the 8 channels whose sums the lanes of a column have, [lane % 4][group of 8 channels][2]. Behind the table lies what it is made from: taps and
-/// biases of the chunk as the tensors have them.
+/// the 8 channels whose sums the lanes of a column have, [lane % 4][group of 8 channels][2]. A launch before makes it, or warps of the main kernel:
+/// then behind the table lies what it is made from, taps and biases of the chunk as the tensors have them.
 template <class Config>
 struct DiagonalTaps {
   using Element = typename Config::Element;
@@ -22,16 +22,16 @@ struct DiagonalTaps {
   static constexpr int kGroups = Config::kSlotChannels / 32;
   static constexpr int kGroupBytes = Config::kDepthwise ? (kPairs + 1) * 128 : 0;
   static constexpr int kTableBytes = kGroups * kGroupBytes;
-  static constexpr int kRawTapsBytes = Config::kDepthwise ? Config::kSlotChannels * kTaps * 2 : 0;
-  static constexpr int kRawBiasBytes = Config::kDepthwise && Config::kDwBias ? Config::kSlotChannels * 2 : 0;
+  static constexpr bool kRaw = Config::kDepthwise && !Config::kPacksTaps;
+  static constexpr int kRawTapsBytes = kRaw ? Config::kSlotChannels * kTaps * 2 : 0;
+  static constexpr int kRawBiasBytes = kRaw && Config::kDwBias ? Config::kSlotChannels * 2 : 0;
   static constexpr int kBytes = kTableBytes + kRawTapsBytes + kRawBiasBytes;
 
-  /// Warp `warp` of `Warps` makes its part of the table from what lies behind it of `channels` channels: rows of 32 words, some at a time, since each
-  /// is a chain of latencies.
+  /// Warp `warp` of `Warps` makes its part of the table from taps [channel][tap] and biases of `channels` channels: rows of 32 words, some at a time,
+  /// since each is a chain of latencies.
   template <int Warps>
-  CUTLASS_DEVICE static void fill(char* table, int channels, int warp, int lane) {
-    auto const* const taps = reinterpret_cast<uint16_t const*>(table + kTableBytes);
-    auto const* const bias = reinterpret_cast<Element const*>(table + kTableBytes + kRawTapsBytes);
+  CUTLASS_DEVICE static void fill(char* table, Element const* taps, Element const* bias, int channels, int warp, int lane) {
+    auto const* const bits = reinterpret_cast<uint16_t const*>(taps);
     auto* const words = reinterpret_cast<uint32_t*>(table) + lane;
     constexpr int kRows = kGroups * kPairs, kBatch = cute::min(ceil_div(kRows, Warps), 5);
     CUTLASS_PRAGMA_NO_UNROLL
@@ -40,9 +40,9 @@ struct DiagonalTaps {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         int const row = min(start + k * Warps, kRows - 1), pair = row % kPairs, c = row / kPairs * 32 + lane;
-        uint16_t const* const own = taps + c * kTaps + 2 * pair;
-        word[k] = own[0] | (2 * pair + 1 < kTaps ? uint32_t(own[1]) << 16 : 0);
-        if (c >= channels) word[k] = 0;
+        uint16_t const* const own = bits + c * kTaps + 2 * pair;
+        word[k] = 0;
+        if (c < channels) word[k] = own[0] | (2 * pair + 1 < kTaps ? uint32_t(own[1]) << 16 : 0);
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kBatch; ++k) {

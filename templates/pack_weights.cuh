@@ -1,11 +1,13 @@
-// One small launch before the operator: both weights, converted and laid out as the main kernel's shared memory wants them.
+// Weights as the main kernel's shared memory wants them: stages, which a small launch before it leaves in the workspace, or which the main kernel
+// fills from the tensors.
 //
-// Workspace: [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
+// Packed, the workspace is [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
 // output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme
 // scales). A stage holds the pointwise weights as K-major MMA operands [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled],
-// then the depthwise weights of DepthwiseWeights or DiagonalTaps. Channels and output channels past the end are zero.
+// then those of DepthwiseWeights. Channels and output channels past the end are zero.
 //
-// Where tensor cores make the depthwise outputs nothing is packed: the main kernel's TMA and idle warps fill its stages from the tensors.
+// Where tensor cores make the depthwise outputs, TMA brings the pointwise weights from the tensor to the same places in a stage, and behind them lies
+// the table of DiagonalTaps. Warps of the main kernel make it, or the launch before, of which the workspace then has [chunk of channels] tables.
 #pragma once
 
 namespace cutlass_sep {
@@ -32,9 +34,10 @@ struct PackedWeights {
   static constexpr int kSliceRows = 16;
   static constexpr int kSlices = ceil_div(Config::kTileOc, kSliceRows);
   static constexpr bool kPacked = !G::kTensorDepthwise;
-  static constexpr int kBlocks = kPacked ? kStages * kSlices : 0;
+  static constexpr int kBlocks = kPacked ? kStages * kSlices : Config::kPacksTaps ? G::kChunks : 0;
   static constexpr int kFlags = Config::kSplit ? kBlocks : 0;
-  static constexpr int64_t kBytes = kPacked ? (kFlagOffset + kFlags * 4 + 255) / 256 * 256 : 0;
+  static constexpr int64_t kUsedBytes = kPacked ? kFlagOffset + kFlags * 4 : Config::kPacksTaps ? int64_t(G::kChunks) * Depthwise::kBytes : 0;
+  static constexpr int64_t kBytes = (kUsedBytes + 255) / 256 * 256;
 
   /// Byte, within its stage, of MMA instruction `i` (of the chunk), part `part`, row 0. An instruction's channels take 32 bytes of a row.
   CUTLASS_HOST_DEVICE static constexpr int instruction_offset(int i, int part) {
@@ -67,6 +70,18 @@ struct OutputChannels {
     return Config::Activation::apply(sum);
   }
 };
+
+/// Block `block` of PackedWeights::kBlocks, where those are tables of taps.
+template <class Config>
+CUTLASS_DEVICE void pack_taps(Arguments const& args, int block) {
+  using T = DiagonalTaps<Config>;
+  using Element = typename T::Element;
+  int const first = block * Config::kSlotChannels;
+  auto const* const bias = Config::kDwBias ? static_cast<Element const*>(args.dw_bias) + first : nullptr;
+  T::template fill<kPackThreads / 32>(static_cast<char*>(args.workspace) + int64_t(block) * T::kBytes,
+                                      static_cast<Element const*>(args.dw_weight) + int64_t(first) * T::kTaps, bias,
+                                      min(Config::kSlotChannels, Config::kC - first), threadIdx.x / 32, threadIdx.x % 32);
+}
 
 /// Block `block` of PackedWeights::kBlocks.
 template <class Config>
@@ -106,7 +121,8 @@ CUTLASS_DEVICE void pack_weights(Arguments const& args, int block) {
   for (int i = threadIdx.x; i < rows * Config::kSlotChannels; i += kPackThreads) {
     int const row = first_row + i / Config::kSlotChannels, k = i % Config::kSlotChannels;
     int const atom = k / P::kAtomChannels, e = k % P::kAtomChannels;
-    int const c = chunk * Config::kSlotChannels + k / G::kInstructionChannels * G::kInstructionChannels + G::channel_of_k(k % G::kInstructionChannels);
+    int const instruction = k / G::kInstructionChannels * G::kInstructionChannels;
+    int const c = chunk * Config::kSlotChannels + instruction + G::channel_of_k(k % G::kInstructionChannels);
     int const oc = oc_tile * Config::kTileOc + row;
     bool const inside = c < Config::kC && oc < Config::kO;
     Element const raw = inside ? pw_weight[int64_t(oc) * Config::kC + c] : Element(0.f);

@@ -22,7 +22,7 @@ struct Arguments {
 };
 
 /// Threads of a block of pack_weights, the small launch before the main kernels.
-constexpr int kPackThreads = 256;
+inline constexpr int kPackThreads = 256;
 
 CUTLASS_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 CUTLASS_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }

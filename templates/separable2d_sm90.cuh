@@ -1,7 +1,8 @@
 // The separable operator on Hopper: one persistent, warp-specialised kernel.
 //
 // A producer warp brings rows of x to a ring in shared memory by TMA (whose zero fill is the padding) and the weights beside them: packed ones,
-// or for the tensor cores' depthwise stage weights as they are, of whose taps the three warps beside it make a table.
+// or for the tensor cores' depthwise stage pointwise weights as they are, with a table of taps, which the three warps beside it make of taps as
+// they are, or a launch before (kPacksTaps).
 // Every consumer warpgroup makes the depthwise outputs of its own tile of pixels in registers, by fp32 FMA (depthwise_operand.cuh) or on the
 // tensor cores (diagonal_depthwise.cuh), and feeds them to wgmma as its A operand; the accumulators leave through the epilogue. The depthwise
 // outputs never touch shared or global memory. Contiguous rows for the tensor cores are turned to pixel-major ones as they come, by the same
@@ -35,7 +36,7 @@ struct Sm90Layout {
   using P = PackedWeights<Config>;
   static constexpr int kWarpgroups = Config::kWarpgroups;
   /// Whether helper warps fill in the taps of every stage of weights; they, and those that turn rows, get more registers where there are some.
-  static constexpr bool kFillsTaps = !P::kPacked && Config::kDepthwise;
+  static constexpr bool kFillsTaps = !P::kPacked && Config::kDepthwise && !Config::kPacksTaps;
   static constexpr bool kRoomBeside = kFillsTaps && kWarpgroups < 3;
   static constexpr int kProducerRegisters = kRoomBeside ? 40 : kWarpgroups == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 1   ? 240
@@ -206,7 +207,7 @@ CUTLASS_DEVICE void load_row(cute::TmaDescriptor const& x_map, cute::TmaDescript
   }
 }
 
-/// Brings the weights of an item's `chunk` to their stage: packed ones, or the pointwise ones as they are.
+/// Brings the weights of an item's `chunk` to their stage: packed ones, or the pointwise ones as they are and a packed table of taps.
 template <class Config>
 CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor const& weight_map, FullBarrier& barrier, char* stage, int oc_tile,
                                  int chunk) {
@@ -219,7 +220,11 @@ CUTLASS_DEVICE void load_weights(Arguments const& args, cute::TmaDescriptor cons
     cute::SM90_BULK_COPY_G2S::copy(packed, mbarrier, stage, P::kStageBytes);
   } else {
     constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    barrier.arrive_and_expect_tx(P::kPointwiseBytes);
+    barrier.arrive_and_expect_tx(P::kPointwiseBytes + (Config::kPacksTaps ? P::Depthwise::kBytes : 0));
+    if constexpr (Config::kPacksTaps) {
+      char const* const table = static_cast<char const*>(args.workspace) + int64_t(chunk) * P::Depthwise::kBytes;
+      cute::SM90_BULK_COPY_G2S::copy(table, mbarrier, stage + P::kPointwiseBytes, P::Depthwise::kBytes);
+    }
     CUTLASS_PRAGMA_UNROLL
     for (int atom = 0; atom < L::kAtoms; ++atom)
       cute::SM90_TMA_LOAD_2D::copy(&weight_map, mbarrier, kHint, stage + atom * P::kPartBytes,
@@ -289,7 +294,10 @@ CUTLASS_DEVICE void help(Arguments const& args, Sm90Shared<Config> const& shared
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
       if (!L::kResidentWeights || first) {
         shared.taps_landed[weight.slot].wait(weight.parity);
-        DiagonalTaps<Config>::template fill<kHelperWarps>(shared.taps(weight.slot), L::channels(chunk), warp, lane);
+        using T = DiagonalTaps<Config>;
+        char* const table = shared.taps(weight.slot);
+        auto const* const raw = reinterpret_cast<typename Config::Element const*>(table + T::kTableBytes);
+        T::template fill<kHelperWarps>(table, raw, raw + T::kRawTapsBytes / 2, L::channels(chunk), warp, lane);
         __syncwarp();
         if (lane == 0) shared.weight_full[weight.slot].arrive();
         weight.advance();
