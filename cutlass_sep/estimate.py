@@ -44,8 +44,8 @@ _WAVEFRONT, _HELD = 1.27, 0.5
 #: whose warpgroups split the channels, for an output channel and warpgroup.
 _MMA_SYNC, _MMA_TENSOR, _SPLIT = 8.25, 4.0, 8.3
 #: mma_q: cycles that the warps which make the table of taps take for a row of it, two taps of 32 channels (counted, not
-#: fitted).
-_TABLE_ROW = 8.0
+#: fitted), and that a pass takes longer for each, as they share units (from 22 layers with and without).
+_TABLE_ROW, _TABLE_BESIDE = 8.0, 8.0
 #: mma_q in contiguous layout, whose rows are turned: cycles of a batch of 8 matrices for the warps that turn them.
 _TURN = 30.0
 #: Instructions of an activation on one value.
@@ -218,6 +218,9 @@ def sm90_us(g: Geometry) -> float:
         tiles = p.n * -(-p.p // tile_p) * -(-p.q // g.tile_q) * g.oc_tiles
         at_work = tiles * chunks / (items * rounds)
     waits += end / chunks
+    resident = chunks <= s.weight_slots and g.oc_tiles == 1
+    table_rows = s.slot_channels / 32 * -(-p.taps // 2) * (g.fills_taps and not resident)
+    waits += _TABLE_BESIDE * table_rows
     # By FMA the schedulers are what all warps wait for, beside their own waits; mma.sync leaves others the room.
     busy = (waits, at_work * instructions) if s.mma_q else (waits + at_work * instructions,)
     # 8 matrices of 8 pixels and 8 channels each, 16 wavefronts there and back.
@@ -236,9 +239,8 @@ def sm90_us(g: Geometry) -> float:
         weights_ring = 0.0
     else:
         ahead, held = tiles_down * s.row_slots * g.slot_rows / window, waits
-        resident = chunks <= s.weight_slots and g.oc_tiles == 1
-        table = _TABLE_ROW * s.slot_channels / 32 * -(-p.taps // 2) * g.fills_taps
-        weights_ring = 0.0 if resident else (_LATENCY + g.stage_bytes / _L2_BYTES + table + waits) / s.weight_slots
+        arrival = _LATENCY + g.stage_bytes / _L2_BYTES + _TABLE_ROW * table_rows
+        weights_ring = 0.0 if resident else (arrival + waits) / s.weight_slots
     rows_ring = (tiles_down * (_LATENCY + held) + memory / rounds) / ahead
 
     item = rounds * _soft_max(compute, copies, rows_ring, weights_ring) + _ITEM

@@ -572,8 +572,8 @@ struct Project {
     cute::warpgroup_commit_batch();
   }
 
-  /// Whether the arithmetic was that of fp32, as far as the lane's sums tell. A hidden value that is not finite, or not in its 16-bit type, leaves no sum
-  /// of its position finite; weights that no scale takes to fp16 spoil those of their output channel.
+  /// Whether the arithmetic was that of fp32, as far as the lane's sums tell. A hidden value that is not finite, or not in its 16-bit type, leaves no
+  /// sum of its position finite; weights that no scale takes to fp16 spoil those of their output channel.
   CUTLASS_DEVICE static bool finite(Accumulator const& acc) {
     if constexpr (!Config::kScaled) return fabsf(acc[0]) < __int_as_float(0x7f800000) && fabsf(acc[2]) < __int_as_float(0x7f800000);
     float check[4] = {};

@@ -254,7 +254,8 @@ struct DepthwiseOperand {
           for (int b = 0; b < Config::kBlocks; ++b)
             CUTLASS_PRAGMA_UNROLL
             for (int h = 0; h < 2; ++h)
-              value[b][h][j] = fmaf(w[s * G::kLaneChannels + j], window[Row::kSkip + (2 * b + h) * Config::kStrideW + s * Config::kDilationW], value[b][h][j]);
+              value[b][h][j] = fmaf(w[s * G::kLaneChannels + j], window[Row::kSkip + (2 * b + h) * Config::kStrideW + s * Config::kDilationW],
+                                    value[b][h][j]);
         }
       }
     }

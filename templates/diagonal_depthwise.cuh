@@ -40,9 +40,9 @@ struct DiagonalTaps {
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         int const row = min(start + k * Warps, kRows - 1), pair = row % kPairs, c = row / kPairs * 32 + lane;
-        uint16_t const* const own = bits + c * kTaps + 2 * pair;
-        word[k] = 0;
-        if (c < channels) word[k] = own[0] | (2 * pair + 1 < kTaps ? uint32_t(own[1]) << 16 : 0);
+        uint16_t const* const own = bits + min(c, channels - 1) * kTaps + 2 * pair;
+        word[k] = own[0] | (2 * pair + 1 < kTaps ? uint32_t(own[1]) << 16 : 0);
+        if (c >= channels) word[k] = 0;
       }
       CUTLASS_PRAGMA_UNROLL
       for (int k = 0; k < kBatch; ++k) {

@@ -34,8 +34,8 @@ struct Fp32Taps {
   }
 };
 
-/// A warp's 16 channels, 4 at a time. Lane: 8 adjacent outputs of a channel. Of 8 lanes that read together, 4 have each of two channels that differ in
-/// the lowest bit: conflict-free.
+/// A warp's 16 channels, 4 at a time. Lane: 8 adjacent outputs of a channel. Of 8 lanes that read together, 4 have each of two channels that differ
+/// in the lowest bit: conflict-free.
 template <class Config>
 struct Fp32Depthwise {
   using R = Fp32Rows<Config>;

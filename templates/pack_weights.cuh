@@ -1,9 +1,9 @@
 // Weights as the main kernel's shared memory wants them: stages, which a small launch before it leaves in the workspace, or which the main kernel
 // fills from the tensors.
 //
-// Packed, the workspace is [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse scales of
-// output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN, extreme
-// scales). A stage holds the pointwise weights as K-major MMA operands [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled],
+// Packed, the workspace is [oc tile][chunk of channels] stages; the pointwise bias [oc tiles * kTileOc] in fp32; for the split form as many inverse
+// scales of output channels, then one flag a block of the packing kernel that says whether its weights did not survive the split (Inf, NaN,
+// extreme scales). A stage holds the pointwise weights as K-major MMA operands [128-byte group of channels][part][kTileOc rows][128 bytes, swizzled],
 // then those of DepthwiseWeights. Channels and output channels past the end are zero.
 //
 // Where tensor cores make the depthwise outputs, TMA brings the pointwise weights from the tensor to the same places in a stage, and behind them lies

@@ -756,7 +756,8 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
   int const g = lane / 4, t = lane % 4;
   // The warp's pixels within the item's columns and the warpgroup's rows.
-  int const warp_q = (Config::kSideBySide ? warpgroup * L::kTileQ : 0) + warp % Config::kWarpsQ * G::kWarpQ, warp_p = warp / Config::kWarpsQ * G::kWarpP;
+  int const warp_q = (Config::kSideBySide ? warpgroup * L::kTileQ : 0) + warp % Config::kWarpsQ * G::kWarpQ;
+  int const warp_p = warp / Config::kWarpsQ * G::kWarpP;
   int const column = (warp_q + G::kLaneQ * g) * Config::kStrideW;
 
   // Pixel-major, the warp's first pixel from the start of a slot: where one holds the item's window, in it; else in its row.

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from problems import problem_of
 from separable import Case
 
-from cutlass_sep import compiler, source
+from cutlass_sep import compiler, kernel, source
 from cutlass_sep.errors import CompileError
 from cutlass_sep.schedule import Geometry, Schedule, check, round_up
 
@@ -62,9 +62,12 @@ def load_weights(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> S
 
 
 def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
-    """load_taps, then DiagonalTaps::fill: words of two taps, or of a bias and NaN; NaN where nothing was written."""
+    """DiagonalTaps::fill of taps that load_taps brought, or of the tensor's (packs_taps): words of two taps, or of a bias
+    and NaN; NaN where nothing was written.
+    """
     first, groups, taps = chunk * g.schedule.slot_channels, g.schedule.slot_channels // 32, weight.shape[1]
-    channels, pairs, warps, lane = min(g.schedule.slot_channels, g.problem.c - first), -(-taps // 2), 3, LANE
+    channels, pairs, lane = min(g.schedule.slot_channels, g.problem.c - first), -(-taps // 2), LANE
+    warps = kernel.PACK_THREADS // 32 if g.schedule.packs_taps else 3
     raw = np.full(g.schedule.slot_channels * taps + 1, np.nan)
     raw[: channels * taps] = weight[first : first + channels].reshape(-1)
     words = np.full((groups * (pairs + 1) * 32, 2), np.nan)
@@ -74,7 +77,7 @@ def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> 
         for k in range(batch if start + warp < rows else 0):
             row = min(start + warp + k * warps, rows - 1)
             pair, c = row % pairs, row // pairs * 32 + lane
-            own = c * taps + 2 * pair
+            own = np.minimum(c, channels - 1) * taps + 2 * pair
             second = raw[own + 1] if 2 * pair + 1 < taps else 0 * lane
             word = np.where(c < channels, [raw[own], second], 0)
             words[(row + row // pairs) * 32 + lane] = word.T
@@ -342,6 +345,7 @@ def random_geometry(draw: random.Random) -> Geometry:
             "sm90", draw.choice((8, 16, 64)), draw.choice((64, 128, 192)), draw.choice((1, 1, 2)),
             draw.choice((1, 2, 4)), draw.choice((1, 2, 3)), draw.choice((1, 3, 20)), 1,
             side_by_side=draw.random() < 0.4, split_channels=draw.random() < 0.3, mma_q=draw.choice((8, 16)),
+            packs_taps=draw.random() < 0.3,
         )  # fmt: skip
         if check(problem, schedule, "sm_90a"):
             return Geometry(problem, schedule)

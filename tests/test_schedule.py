@@ -209,6 +209,8 @@ def diagonal(**fields) -> Schedule:
         ({"split_channels": True, "mma_q": 0}, "split_channels=True: only where mma_q makes the depthwise outputs"),
         ({"split_channels": True, "tile_oc": 256}, "registers a thread"),
         ({"split_channels": 1}, "split_channels=1 must be True or False"),
+        ({"packs_taps": 1}, "packs_taps=1 must be True or False"),
+        ({"packs_taps": True, "mma_q": 0}, "packs_taps=True: only where mma_q makes depthwise outputs"),
     ],
 )
 def test_illegal_on_tensor_cores(change: dict, reason: str):
@@ -242,6 +244,25 @@ def test_weights_are_packed_but_for_tensor_cores(layout: str):
     assert {g.packed for g in found} == {True, False}
     for g in found:
         assert g.packed == (g.pack_blocks > 0) == (g.workspace_bytes > 0) == (g.schedule.mma_q == 0)
+
+
+def test_tables_of_taps_are_packed_where_shared_memory_is_short_or_taps_are_many():
+    strided = problem_of(Case(n=32, c=256, o=256, h=836, w=40, stride=2), "bf16", "channels_last")
+    long = problem_of(Case(n=32, c=512, o=512, h=1, w=1500, kernel=(1, 63), padding=(0, 31)), "bf16", "channels_last")
+    small = problem_of(Case(n=32, c=384, o=64, h=14, w=14), "bf16", "channels_last")
+    for problem, packs in ((strided, True), (long, True), (small, False)):
+        best = candidates(problem, "sm_90a", "sm90")[0]
+        g, made = Geometry(problem, best), Geometry(problem, replace(best, packs_taps=False))
+        assert best.mma_q and best.packs_taps == packs
+        assert g.pack_blocks == packs * g.chunks and g.workspace_bytes >= packs * g.chunks * g.depthwise_weight_bytes
+        # Without, taps as they are lie beside the table that warps make of them.
+        raw = best.slot_channels * (problem.taps + problem.dw_bias) * 2
+        assert made.depthwise_weight_bytes - g.depthwise_weight_bytes == packs * raw
+    turned = problem_of(replace(LEAD, n=2), "bf16", "contiguous")
+    best = next(s for s in candidates(turned, "sm_90a", "sm90") if s.mma_q)
+    assert "made once for all passes" in check(turned, replace(best, packs_taps=True), "sm_90a").reason
+    portable = Schedule("portable", 64, 64, 1, 4, 1, packs_taps=True)
+    assert "all weights are packed" in check(turned, portable, "sm_80").reason
 
 
 def test_16_bit_channels_last_layers_run_on_tensor_cores():

@@ -402,7 +402,7 @@ def random_geometry(draw: random.Random) -> Geometry:
             "sm90", draw.choice((8, 8, 16, 32, 64)), draw.choice((64, 64, 128, 448)), draw.choice((1, 1, 2)),
             draw.choice((1, 2, 4)), draw.choice((1, 2, 2, 3, 3)), 1, draw.randint(1, 4), draw.choice((1, 1, 2)),
             side_by_side=draw.random() < 0.3, split_channels=diagonal and draw.random() < 0.5,
-            mma_q=draw.choice((0, 8, 8, 16)) if diagonal else 0,
+            mma_q=draw.choice((0, 8, 8, 16)) if diagonal else 0, packs_taps=diagonal and draw.random() < 0.2,
         )  # fmt: skip
         legal = (replace(schedule, row_slots=slots) for slots in range(1, 64))
         fewest = next((s for s in legal if check(problem, s, ARCH)), None)

@@ -8,13 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cutlass_sep import op
-from cutlass_sep.bench.inputs import options
 from cutlass_sep.problem import SeparableConv2dProblem
 from cutlass_sep.schedule import Geometry, Schedule, check
 
-from . import accuracy
-from .calls import Poisoned, draw, make_problem
+from .calls import draw, make_problem
+from .scheduled import check_values, run
 from .test_special_values import compare, place
 
 
@@ -58,17 +56,6 @@ def cut_problem(cut: Cut, variant: str, **more) -> tuple[SeparableConv2dProblem,
     return problem, Schedule(**base | cut.schedule)
 
 
-def run(machine, problem: SeparableConv2dProblem, schedule: Schedule, tensors: tuple, out: torch.Tensor | None = None):
-    if machine.arch != "sm_90a":
-        pytest.skip(f"path sm90 is for sm_90a, not for {machine.arch}")
-    supported = check(problem, schedule, machine.arch)
-    assert supported, supported.reason
-    operator = op.DepthwiseSeparableConv2d(
-        *tensors, **options(problem), path="sm90", schedule=schedule, arch=machine.arch
-    )
-    return operator.run(*tensors, out=out)
-
-
 def test_tiles_are_ragged():
     for cut, variant in CALLS:
         problem, schedule = cut_problem(cut, variant)
@@ -81,11 +68,7 @@ def test_tiles_are_ragged():
 @calls
 def test_values(machine, generator: torch.Generator, cut: Cut, variant: str):
     problem, schedule = cut_problem(cut, variant, mid_activation="relu6", activation="silu")
-    tensors = draw(problem, generator)
-    out = Poisoned.like(problem, machine.device)
-    run(machine, problem, schedule, tensors, out.tensor)
-    out.check()
-    accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+    check_values(machine, problem, schedule, generator)
 
 
 @calls

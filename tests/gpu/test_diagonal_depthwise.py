@@ -8,13 +8,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cutlass_sep import op
-from cutlass_sep.bench.inputs import options
 from cutlass_sep.problem import SeparableConv2dProblem
 from cutlass_sep.schedule import Geometry, Schedule, check
 
 from . import accuracy
-from .calls import Poisoned, draw, embed, make_problem
+from .calls import draw, embed, make_problem
+from .scheduled import check_values, run
 from .test_special_values import compare, place
 
 
@@ -90,9 +89,15 @@ CUTS = [
     Cut("row-turned", BESIDE | {"blocks": 2, "row_slots": 3},
         ROW | {"c": 72, "o": 64, "w": 200}, "contiguous"),
 ]  # fmt: skip
+#: The same with tables of taps from the launch before.
+CUTS += [
+    cut._replace(name=f"{cut.name}-packed", schedule=cut.schedule | {"packs_taps": True})
+    for cut in CUTS
+    if cut.name in ("rows-7x7", "windows", "windows-two-atoms", "windows-even", "split3", "split-resident", "row-long")
+]
 cuts = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
 #: Names of cuts that differ in how rows come.
-SOME = ("rows", "windows", "rows-turned-beside")
+SOME = ("rows", "windows", "windows-packed", "rows-turned-beside")
 #: Weights and biases elsewhere in memory.
 WEIGHTS = {
     "offset1": lambda t: embed(t, 1),
@@ -110,16 +115,6 @@ def cut_problem(cut: Cut, variant: str, **more) -> tuple[SeparableConv2dProblem,
     return problem, schedule
 
 
-def run(machine, problem: SeparableConv2dProblem, schedule: Schedule, tensors: tuple, out: torch.Tensor | None = None):
-    if machine.arch != "sm_90a":
-        pytest.skip(f"path sm90 is for sm_90a, not for {machine.arch}")
-    assert check(problem, schedule, machine.arch)
-    operator = op.DepthwiseSeparableConv2d(
-        *tensors, **options(problem), path="sm90", schedule=schedule, arch=machine.arch
-    )
-    return operator.run(*tensors, out=out)
-
-
 def test_the_cuts_are_what_their_names_say():
     for cut in CUTS:
         problem, schedule = cut_problem(cut, "bf16")
@@ -129,6 +124,7 @@ def test_the_cuts_are_what_their_names_say():
         assert (g.slot_rows == 1) == cut.name.startswith("row"), cut
         assert ("split" in cut.name) == schedule.split_channels, cut
         assert ("turned" in cut.name) == g.turned, cut
+        assert ("packed" in cut.name) == (g.pack_blocks > 0), cut
         # The last tile, pass or group of channels is ragged somewhere.
         ragged = (problem.q % g.tile_q, problem.p % g.tile_p, problem.c % 64, problem.o % schedule.tile_oc)
         assert any(ragged), cut
@@ -138,11 +134,7 @@ def test_the_cuts_are_what_their_names_say():
 @pytest.mark.parametrize("variant", ["bf16", "fp16"])
 def test_values(machine, generator: torch.Generator, variant: str, cut: Cut):
     problem, schedule = cut_problem(cut, variant, mid_activation="relu6", activation="silu")
-    tensors = draw(problem, generator)
-    out = Poisoned.like(problem, machine.device)
-    run(machine, problem, schedule, tensors, out.tensor)
-    out.check()
-    accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+    check_values(machine, problem, schedule, generator)
 
 
 @pytest.mark.parametrize("cut", [cut for cut in CUTS if cut.name in SOME], ids=lambda cut: cut.name)
