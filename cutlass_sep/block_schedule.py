@@ -354,8 +354,8 @@ def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
 
 @lru_cache(maxsize=1024)
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
-    """The fused schedules that fit: more chunks of project weights (measured as the best where there is room), of hidden
-    channels, or of expand weights alone.
+    """The fused schedules that fit: more chunks of project weights (the fastest, where there is room for them), of
+    hidden channels, or of expand weights alone.
     """
     found = []
     least = _least_tile(problem)
@@ -402,8 +402,8 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
     if schedule.tile.tile_oc not in FUSED_TILE_OCS:
         return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
     # The project warpgroups give a half back when they have issued the next one, before which the depthwise warpgroup
-    # asks for the next chunk's: with one chunk's slots they wait for each other. A slot is always the same half's, which
-    # one warp asks for: who waits for it to be free knows that it was filled before.
+    # asks for the next chunk's: with one chunk's slots they wait for each other. A slot is always the same half's,
+    # which one warp asks for: who waits for it to be free knows that it was filled before.
     geometry = FusedGeometry(problem, schedule.tile)
     halves = geometry.halves
     if geometry.parts == 2 and schedule.tile.project_slots != 4:

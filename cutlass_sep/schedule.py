@@ -98,7 +98,7 @@ class Schedule:
     side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
     split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
     mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
-    packs_taps: bool = False  # sm90, mma_q: a launch before makes the tables of taps, not warps of the kernel in each pass
+    packs_taps: bool = False  # sm90, mma_q: tables of taps come from a launch before, not from warps in each pass
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

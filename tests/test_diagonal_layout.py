@@ -62,8 +62,8 @@ def load_weights(g: Geometry, weight: np.ndarray, oc_tile: int, chunk: int) -> S
 
 
 def fill_taps(g: Geometry, weight: np.ndarray, bias: np.ndarray, chunk: int) -> np.ndarray:
-    """DiagonalTaps::fill of taps that load_taps brought, or of the tensor's (packs_taps): words of two taps, or of a bias
-    and NaN; NaN where nothing was written.
+    """DiagonalTaps::fill of taps that load_taps brought, or of the tensor's (packs_taps): words of two taps, or of a
+    bias and NaN; NaN where nothing was written.
     """
     first, groups, taps = chunk * g.schedule.slot_channels, g.schedule.slot_channels // 32, weight.shape[1]
     channels, pairs, lane = min(g.schedule.slot_channels, g.problem.c - first), -(-taps // 2), LANE
