@@ -115,6 +115,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kWarpsQ": schedule.warps_q,
         "kWarpgroups": schedule.warpgroups,
         "kMmaQ": schedule.mma_q,
+        "kRunWindow": schedule.run_window,
     }
     if schedule.path == "sm90":
         values |= {
