@@ -33,8 +33,8 @@ PORTABLE_REGISTERS = 216
 PORTABLE_CANDIDATES = 6
 #: By how much the estimate of a portable schedule must be better than that of one on sm90: it is the rougher one.
 PORTABLE_MARGIN = 1.1
-#: sm90: sizes of a slot of the ring, in pixels, for windows of runs: few, so that few builds serve many maps; and by how
-#: much runs must fill tiles better than rectangles, whose matrices serve several taps.
+#: sm90: sizes of a slot of the ring, in pixels, for windows of runs: few, so that few builds serve many maps; and by
+#: how much runs must fill tiles better than rectangles, whose matrices serve several taps.
 RUN_WINDOWS = (128, 192, 256, 320, 384, 512)
 RUNS_FILL = 1.1
 #: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
@@ -102,8 +102,7 @@ class Schedule:
     side_by_side: bool = False  # sm90: the warpgroups' tiles lie next to each other along W, not below each other
     split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
     mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
-    #: sm90: pixels of x in a slot of the ring, if tiles are runs of the map's pixels across its rows' ends; 0: rectangles
-    run_window: int = 0
+    run_window: int = 0  # sm90: pixels of x in a ring slot, if tiles are runs of the map's pixels over its rows' ends
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -438,8 +437,8 @@ class Geometry:
         return rings + self.staging_bytes + self.given_bytes + barriers
 
     def steps(self, processors: int) -> int:
-        """Warpgroup tiles down a work item; of runs, the map's rows under it. Marched: the split of P that takes the fewest
-        rows of x over all rounds.
+        """Warpgroup tiles down a work item; of runs, the map's rows under it. Marched: the split of P that takes the
+        fewest rows of x over all rounds.
         """
         if self.runs:
             return self.run_rows
