@@ -104,7 +104,8 @@ def _render(op: Operation, name: str) -> dict[str, str]:
     tensors = operators.of(problem).tensors
     channels_last = problem.layout == "channels_last"
     if problem.spatial == 2:
-        axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h + 1, problem.w)
+        runs = path == "sm90" and op.schedule.run_window > 0  # whose window must fit into its slot
+        axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h - (1 if runs else -1), problem.w)
     else:
         step = 1 if channels_last else alignment // problem.element_size
         axes, extents, other_extents = "L", (problem.l,), (problem.l + step,)
@@ -192,6 +193,9 @@ def _packed(stage: Stage, behind: int = 0) -> str:
 def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     names = ("threads", "shared_bytes", "workspace_bytes")
     maps = [_map(tensor_map, pointers, stage.geometry.problem) for tensor_map in stage.maps]
+    if getattr(stage.geometry, "runs", False):  # the window depends on the map
+        channels, *_, images = maps[0]["box"]
+        maps[0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)
     own = {name: getattr(stage.geometry, name) for name in names}
     return {
         "name": stage.name,
@@ -207,7 +211,8 @@ def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     return _stage(stage, pointers) | {
         "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles,
         "march": g.schedule.path == "sm90" and g.march, "steps": g.tiles_down, "stride_h": p.stride[0],
-        "kernel_rows": g.window_rows(1), "turned": g.turned, "pads": (p.padding.top, p.padding.left),
+        "kernel_rows": g.window_rows(1), "turned": g.turned, "runs": g.runs, "run_window": g.schedule.run_window,
+        "pads": (p.padding.top, p.padding.left),
     }  # fmt: skip
 
 
@@ -218,7 +223,7 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     x_blocks = f" + n * ceil_div(w, {PACK_POSITIONS})" if g.scaled else ""
     return _stage(stage, pointers) | {
         "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1,
-        "kernel_rows": 1, "turned": False, "pads": (0, g.problem.pads[0]), "scaled": g.scaled,
+        "kernel_rows": 1, "turned": False, "runs": False, "pads": (0, g.problem.pads[0]), "scaled": g.scaled,
         "pack_blocks": f"{g.weight_blocks}{x_blocks}",
     }  # fmt: skip
 
@@ -227,7 +232,8 @@ def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | S
     """A TMA descriptor as `launch` encodes it, which knows the channels alone and calls a length w."""
 
     def known(factors: tuple[int | str, ...]) -> list[int | str]:
-        return [getattr(problem, f) if f in ("c", "o", "e") else "w" if f == "l" else f for f in factors]
+        names = {"l": "w", "map_pixels": "p * q"}
+        return [getattr(problem, f) if f in ("c", "o", "e") else names.get(f, f) for f in factors]
 
     strides = [known(own) for own in of.factors()]
     dtype = of.dtype or problem.dtype

@@ -199,7 +199,7 @@ def sm90_us(g: Geometry) -> float:
     if items == 0:
         return before
     rounds = steps / tiles_down if march else chunks
-    own_window, window = g.window_rows(tile_p), g.window_rows(tile_p * tiles_down)
+    own_window, window = g.window_rows(tile_p), g.slot_rows if g.runs else g.window_rows(tile_p * tiles_down)
     new_rows = tile_p * tiles_down * p.stride[0] if march else window
     window_copies = bool(s.mma_q) and not march  # all rows at a time
     row_bytes = g.slot_bytes / g.slot_rows
@@ -215,7 +215,7 @@ def sm90_us(g: Geometry) -> float:
         waits /= s.warpgroups
         end += s.warpgroups * s.tile_oc * _SPLIT
     else:  # warpgroups whose tile is outside the output have nothing to do
-        tiles = p.n * -(-p.p // tile_p) * -(-p.q // g.tile_q) * g.oc_tiles
+        tiles = p.n * -(-g.map_p // tile_p) * -(-g.map_q // g.tile_q) * g.oc_tiles
         at_work = tiles * chunks / (items * rounds)
     waits += end / chunks
     resident = chunks <= s.weight_slots and g.oc_tiles == 1

@@ -209,9 +209,10 @@ class SeparableStage(Stage):
         """x and y."""
         if g.channels_last:
             columns = g.schedule.mma_q or 16  # of a block of 16 pixels
+            y = ("o", "map_pixels", 1, "n") if g.runs else ("o", "q", "p", "n")
             return [
                 TensorMap(_X, ("c", "w", "h", "n"), (128 // size, g.columns, g.slot_rows, 1), 128),
-                TensorMap(_Y, ("o", "q", "p", "n"), (g.store_bytes // size, columns, 16 // columns, 1), g.store_bytes),
+                TensorMap(_Y, y, (g.store_bytes // size, columns, 16 // columns, 1), g.store_bytes),
             ]
         x = ("w", "h", "c", "n")
         y = TensorMap(_Y, ("q", "p", "o", "n"), (g.store_bytes // size, 1, g.group_oc, 1), g.store_bytes)

@@ -139,6 +139,11 @@ class SeparableConv2dProblem(Problem):
         return output_extent(self.w, self.padding[2:], self.kernel[1], self.stride[1], self.dilation[1])
 
     @property
+    def map_pixels(self) -> int:
+        """Pixels of an image of the output."""
+        return self.p * self.q
+
+    @property
     def taps(self) -> int:
         """Depthwise weights of a channel; 0 without a depthwise convolution."""
         return math.prod(self.kernel) if self.depthwise else 0

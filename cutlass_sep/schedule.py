@@ -33,6 +33,10 @@ PORTABLE_REGISTERS = 216
 PORTABLE_CANDIDATES = 6
 #: By how much the estimate of a portable schedule must be better than that of one on sm90: it is the rougher one.
 PORTABLE_MARGIN = 1.1
+#: sm90: sizes of a slot of the ring, in pixels, for windows of runs: few, so that few builds serve many maps; and by
+#: how much runs must fill tiles better than rectangles, whose matrices serve several taps.
+RUN_WINDOWS = (128, 192, 256, 320, 384, 512)
+RUNS_FILL = 1.1
 #: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
 MOST_TAPS = 64
 #: sm90: taps that the unrolled depthwise stage on tensor cores takes.
@@ -99,6 +103,7 @@ class Schedule:
     split_channels: bool = False  # sm90: the warpgroups have one tile and take the passes over the channels in turn
     mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
     packs_taps: bool = False  # sm90, mma_q: tables of taps come from a launch before, not from warps in each pass
+    run_window: int = 0  # sm90: pixels of x in a ring slot, if tiles are runs of the map's pixels over its rows' ends
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -211,6 +216,28 @@ class Geometry:
         return not self.packed and self.problem.depthwise and not self.schedule.packs_taps
 
     @property
+    def runs(self) -> bool:
+        """sm90: whether a tile's pixels are consecutive ones of the map, which is one row to tiles and stores."""
+        return self.schedule.run_window > 0
+
+    @property
+    def map_p(self) -> int:
+        """Rows of the map as tiles see it."""
+        return 1 if self.runs else self.problem.p
+
+    @property
+    def map_q(self) -> int:
+        """Columns of it."""
+        return self.problem.map_pixels if self.runs else self.problem.q
+
+    @property
+    def run_rows(self) -> int:
+        """Runs: rows of the map under a work item, at most."""
+        q = self.problem.q
+        last = q - math.gcd(q, self.item_q)  # column in which an item may start
+        return min(self.problem.p, (last + self.item_q - 1) // q + 1)
+
+    @property
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
         if self.turned:  # blocks side by side
@@ -284,6 +311,8 @@ class Geometry:
     @property
     def columns(self) -> int:
         """Columns of a row in shared memory on sm90."""
+        if self.runs:
+            return round_up(self.window_cols(self.problem.q), 8)
         if self.channels_last:
             return self.window_cols(self.item_q)
         if self.turned:
@@ -298,12 +327,16 @@ class Geometry:
     @property
     def slot_rows(self) -> int:
         """Rows of x in a slot of the ring: one, or all of a work item's."""
+        if self.runs:
+            return self.window_rows(self.run_rows)
         whole = self.schedule.mma_q and not self.march
         return self.window_rows(self.tiles_down * self.tile_p) if whole else 1
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot of the ring."""
+        if self.runs:
+            return self.atoms * self.schedule.run_window * 128
         if self.pixel_major:
             return self.atoms * round_up(self.slot_rows * self.columns * 128, 1024)
         return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
@@ -408,7 +441,11 @@ class Geometry:
         return rings + self.staging_bytes + self.given_bytes + barriers
 
     def steps(self, processors: int) -> int:
-        """Warpgroup tiles down a work item. Marched: the split of P that takes the fewest rows of x over all rounds."""
+        """Warpgroup tiles down a work item; of runs, the map's rows under it. Marched: the split of P that takes the
+        fewest rows of x over all rounds.
+        """
+        if self.runs:
+            return self.run_rows
         if self.schedule.path == "portable" or not self.march:
             return self.tiles_down
         p = self.problem
@@ -426,7 +463,7 @@ class Geometry:
     def items(self, steps: int) -> int:
         """Work items (sm90) or blocks (portable) of a launch: images x blocks of rows x strips x tiles of channels."""
         p = self.problem
-        return p.n * -(-p.p // (steps * self.tile_p)) * -(-p.q // self.item_q) * self.oc_tiles
+        return p.n * -(-self.map_p // (steps * self.tile_p)) * -(-self.map_q // self.item_q) * self.oc_tiles
 
     @property
     def threads(self) -> int:
@@ -457,6 +494,8 @@ class Geometry:
     @property
     def matrices(self) -> int:
         """mma.sync: matrices of 8 pixels and 8 channels that a warp's depthwise outputs need (struct PixelMatrices)."""
+        if self.runs:
+            return 2 * self.problem.taps
         (kernel_h, kernel_w), (stride_h, stride_w) = self.problem.kernel, self.problem.stride
         dilation_h, dilation_w = self.problem.dilation
         rows = range(0, 2 * self.schedule.blocks if self.schedule.mma_q == 8 else self.schedule.blocks)
@@ -471,6 +510,8 @@ class Geometry:
         p, ahead = self.problem, 2
         if not p.depthwise:
             return 2
+        if self.runs:
+            return 4 + ahead
         if self.schedule.mma_q == 8:  # those of the window's rows between the two rows of pixels
             return p.kernel[1] * min(p.stride[0], p.kernel[0] * p.dilation[0]) + p.kernel[1] + ahead
         return min(p.kernel[1], -(-8 * p.stride[1] // p.dilation[1])) + 1 + ahead
@@ -586,6 +627,8 @@ def check(
             return Support(False, f"mma_q={schedule.mma_q}: {reason}")
         if schedule.packs_taps and (reason := _no_packed_taps(geometry)) is not None:
             return Support(False, f"packs_taps=True: {reason}")
+        if schedule.run_window and (reason := _no_runs(geometry)) is not None:
+            return Support(False, f"run_window={schedule.run_window}: {reason}")
         if not geometry.channels_last and 128 % (row_bytes := geometry.warp_q * problem.element_size):
             return Support(False, f"a warp's rows of {row_bytes} bytes do not divide the 128 that TMA swizzles")
         if not geometry.pixel_major and schedule.blocks > 2:
@@ -644,6 +687,24 @@ def _no_packed_taps(geometry: Geometry) -> str | None:
     return None
 
 
+def _no_runs(geometry: Geometry) -> str | None:
+    """Why tiles cannot be runs of the map's pixels, or None."""
+    p, s = geometry.problem, geometry.schedule
+    if (s.mma_q, s.warps_q, s.blocks) != (16, 4, 1):
+        return "only 64 pixels a warpgroup in one row: mma_q=16, warps_q=4, blocks=1"
+    if not geometry.channels_last or not p.depthwise or p.residual:
+        return "only for channels_last depthwise convolutions without a residual"
+    if geometry.march:
+        return f"slot_channels={s.slot_channels} take all channels in one pass, whose rows come one by one"
+    if s.split_channels or s.side_by_side != (s.warpgroups > 1):
+        return "the warpgroups' tiles must lie next to each other"
+    if p.map_pixels > MAX_EXTENT:
+        return f"a map of {p.map_pixels} pixels exceeds {MAX_EXTENT}: kernels count in 32 bits"
+    if geometry.slot_rows * geometry.columns > s.run_window:
+        return f"a window of {geometry.slot_rows} rows of {geometry.columns} columns is larger"
+    return None
+
+
 def _no_split(geometry: Geometry) -> str | None:
     """Why the warpgroups cannot take the channels in turn, or None."""
     s = geometry.schedule
@@ -671,7 +732,11 @@ def _malformed(schedule: Schedule) -> str | None:
         return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
     if type(schedule.mma_q) is not int or schedule.mma_q not in (0, 8, 16):
         return f"mma_q={schedule.mma_q!r} must be 0, 8 or 16"
+    if type(schedule.run_window) is not int or schedule.run_window < 0 or schedule.run_window % 8:
+        return f"run_window={schedule.run_window!r} must be a multiple of 8"
     if schedule.path == "portable":
+        if schedule.run_window:
+            return f"run_window={schedule.run_window} must be 0: path portable has no rings"
         if schedule.mma_q:
             return f"mma_q={schedule.mma_q}: on path portable fp32 FMA makes the depthwise outputs"
         for name in ("row_slots", "weight_slots", "staging_groups"):
@@ -723,10 +788,33 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
             yield from _with_rings(problem, base, arch)
             if mma_q and problem.depthwise and not geometry.march:
                 yield from _with_rings(problem, replace(base, packs_taps=True), arch)
+    if problem.element_size == 2 and problem.layout == "channels_last" and problem.depthwise and not one_row:
+        for base, packs in itertools.product(_runs(problem, sorted(slots)), (False, True)):
+            if not (_no_diagonals(geometry := Geometry(problem, base)) or _no_runs(geometry)):
+                yield from _with_rings(problem, replace(base, packs_taps=packs), arch)
     if problem.element_size == 2 and problem.layout == "contiguous":
         for base in _turned(problem, padded):
             if not _no_diagonals(Geometry(problem, base)):
                 yield from _with_rings(problem, base, arch)
+
+
+def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedule]:
+    """Runs of the map's pixels, where they fill tiles clearly better than the best rectangles of as many pixels do."""
+
+    def fill(tile_p: int, tile_q: int, p: int, q: int) -> float:
+        return p * q / (-(-p // tile_p) * tile_p * -(-q // tile_q) * tile_q)
+
+    for warpgroups, tile_oc, slot in itertools.product((2, 3, 1), _tile_ocs(problem.o), slots):
+        run = fill(1, 64 * warpgroups, 1, problem.map_pixels)
+        tiles = ((2 * 4 // across * warpgroups, 8 * across) for across in (1, 2, 4))
+        if run < RUNS_FILL * max(fill(*tile, problem.p, problem.q) for tile in tiles):
+            continue
+        base = Schedule("sm90", tile_oc, slot, 1, 4, warpgroups, side_by_side=warpgroups > 1, mma_q=16, run_window=8)
+        geometry = Geometry(problem, base)
+        pixels = geometry.slot_rows * geometry.columns
+        window = next((size for size in RUN_WINDOWS if size >= pixels), None)
+        if window is not None and geometry.registers <= geometry.consumer_registers:
+            yield replace(base, run_window=window)
 
 
 def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:

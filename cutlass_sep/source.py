@@ -116,6 +116,7 @@ def constants(geometry: Geometry) -> dict[str, Any]:
         "kWarpgroups": schedule.warpgroups,
         "kMmaQ": schedule.mma_q,
         "kPacksTaps": schedule.packs_taps,
+        "kRunWindow": schedule.run_window,
     }
     if schedule.path == "sm90":
         values |= {

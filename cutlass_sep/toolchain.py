@@ -111,8 +111,8 @@ def load() -> Nvrtc:
 
 @functools.cache
 def _expected() -> Nvrtc | None:
-    """The NVRTC that the process has loaded, as torch may have, else that of the one wheel that is installed; None where
-    there is none, or are two.
+    """The NVRTC that the process has loaded, as torch may have, else that of the one wheel that is installed; None
+    where there is none, or are two.
     """
     loaded = {}
     for wheel in _NVRTC_WHEELS:

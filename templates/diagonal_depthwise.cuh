@@ -59,7 +59,8 @@ struct DiagonalTaps {
   }
 };
 
-/// The 8 x 8 matrices of x that a warp's depthwise outputs need, in the order in which they are loaded: by row, then column of the window.
+/// The 8 x 8 matrices of x that a warp's depthwise outputs need, in the order in which they are loaded: by row, then column of the window. In a run
+/// each half of a block starts somewhere by itself, and no matrix serves two taps: they are in the order of the taps.
 template <class Config>
 struct PixelMatrices {
   using G = Geometry<Config>;
@@ -67,7 +68,8 @@ struct PixelMatrices {
   static constexpr int kMost = kTaps * 2 * Config::kBlocks;
 
   int count = 0;
-  int row[kMost] = {}, column[kMost] = {};  // of a matrix's first pixel, from the warp's first
+  int row[kMost] = {}, column[kMost] = {};  // of a matrix's first pixel, from the warp's first (in a run, from its half's)
+  int half[kMost] = {};                     // in a run: of the block
   int of[kTaps][Config::kBlocks][2] = {};   // tap, block, half of the block: its matrix
   int ready[kTaps] = {};                    // the last matrix that a tap needs
 
@@ -84,6 +86,14 @@ struct PixelMatrices {
     return i;
   }
   CUTLASS_HOST_DEVICE constexpr PixelMatrices() {
+    if (G::kRuns) {
+      for (int tap = 0; tap < kTaps; ++tap)
+        for (int h = 0; h < 2; ++h, ++count) {
+          row[count] = row_of(tap, 0, 0), column[count] = column_of(tap, 0), half[count] = h;
+          of[tap][0][h] = ready[tap] = count;
+        }
+      return;
+    }
     for (int tap = 0; tap < kTaps; ++tap)
       for (int b = 0; b < Config::kBlocks; ++b)
         for (int h = 0; h < 2; ++h) {
@@ -114,16 +124,16 @@ struct DiagonalDepthwise {
   static constexpr int kAhead = 2;  // matrices that are loaded before they are needed
   using Matrix = uint32_t[4];  // of 4 groups of channels
 
-  /// Bytes by column % 8, which is what TMA's swizzle depends on. `pixel` is the lane's, in columns from where rows begin.
-  uint32_t offset[8];
+  /// Bytes by column % 8, which is what TMA's swizzle depends on. `pixel` is the lane's, in columns from where rows begin. In a run each half of
+  /// the block has its own.
+  uint32_t offset[G::kRuns ? 2 : 1][8];
   uint32_t selector[2];  // brings one of the two taps of a word to where the diagonal meets the lane; zeros to lanes that it does not meet
   int t;
 
-  /// `pixel`: the warp's first.
+  /// `pixel`: the warp's first; of runs, follow() says where the lanes' are.
   CUTLASS_DEVICE DiagonalDepthwise(int pixel, int lane) : t(lane % 4) {
-    int const own = pixel + lane % 8 * Config::kStrideW, g = lane / 4;
-    CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < 8; ++k) offset[k] = own * 128 + ((lane / 8 ^ (own + k)) & 7) * 16;
+    int const g = lane / 4;
+    place(0, pixel + lane % 8 * Config::kStrideW, lane);
     CUTLASS_PRAGMA_UNROLL
     for (int k = 0; k < 2; ++k) {
       uint32_t const bytes = k == 0 ? 0x10u : 0x32u;  // of the word; byte 4 is zero
@@ -131,10 +141,25 @@ struct DiagonalDepthwise {
     }
   }
 
+  CUTLASS_DEVICE void place(int half, int own, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int k = 0; k < 8; ++k) offset[half][k] = own * 128 + ((lane / 8 ^ (own + k)) & 7) * 16;
+  }
+
+  /// The block's pixels are those of the map from `first` on, in a window that starts with row `window_p` of the map and whose rows have a multiple
+  /// of 8 columns. Those behind the map's end stay at its last pixel.
+  CUTLASS_DEVICE void follow(Arguments const& args, int first, int window_p, int pitch, int lane) {
+    CUTLASS_PRAGMA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      int const pixel = min(first + 8 * half + lane % 8, args.p * args.q - 1), p = pixel / args.q;
+      place(half, (p - window_p) * Config::kStrideH * pitch + (pixel - p * args.q) * Config::kStrideW, lane);
+    }
+  }
+
   /// `rows(r)`: address of window row r; `rows.phase(r)`: columns by which its swizzle is turned. `group`: of 32 channels in the chunk.
   template <class Rows>
-  CUTLASS_DEVICE void load(Matrix& matrix, int row, int column, Rows const& rows, int group) const {
-    uint32_t const lane_bytes = offset[(rows.phase(row) + column) % 8] ^ uint32_t(group % 2 * 64);
+  CUTLASS_DEVICE void load(Matrix& matrix, int half, int row, int column, Rows const& rows, int group) const {
+    uint32_t const lane_bytes = offset[half][(rows.phase(row) + column) % 8] ^ uint32_t(group % 2 * 64);
     char const* const address = rows(row) + group / 2 * Rows::kAtomBytes + lane_bytes + column * 128;
     cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(address), matrix[0], matrix[1], matrix[2], matrix[3]);
   }
@@ -148,7 +173,7 @@ struct DiagonalDepthwise {
     constexpr int kFrom = Pair == 0 ? 0 : cute::min(kMatrices.ready[kTap - (Pair > 0)] + kAhead + 1, kCount);
     constexpr int kTo = cute::min(kMatrices.ready[kSecond] + kAhead + 1, kCount);
     CUTLASS_PRAGMA_UNROLL
-    for (int i = kFrom; i < kTo; ++i) load(matrix[i], kMatrices.row[i], kMatrices.column[i], rows, group);
+    for (int i = kFrom; i < kTo; ++i) load(matrix[i], kMatrices.half[i], kMatrices.row[i], kMatrices.column[i], rows, group);
     CUTLASS_PRAGMA_UNROLL
     for (int j = 0; j < 4; ++j) {
       uint32_t const b0 = __byte_perm(taps[Pair * 32 + j * 8], 0, selector[0]);
@@ -203,7 +228,7 @@ struct DiagonalDepthwise {
       CUTLASS_PRAGMA_UNROLL
       for (int h = 0; h < 2; ++h) {
         Matrix matrix;
-        load(matrix, PixelMatrices<Config>::row_of(0, b, h), PixelMatrices<Config>::column_of(0, h), rows, group);
+        load(matrix, 0, PixelMatrices<Config>::row_of(0, b, h), PixelMatrices<Config>::column_of(0, h), rows, group);
         CUTLASS_PRAGMA_UNROLL
         for (int j = 0; j < 4; ++j) fragment[j / 2].a[0][b][j % 2 * 2 + h] = matrix[j];
       }

@@ -83,7 +83,9 @@ CUTLASS_DEVICE void exact_pixels(Arguments const& args, int n, int oc, int p, in
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = lane; i < G::kWarpQ * G::kWarpP; i += 32) {
       int const exact_p = p + i / G::kWarpQ, exact_q = q + i % G::kWarpQ;
-      if (exact_p < args.p && exact_q < args.q) exact_pixel<Config>(args, n, oc, exact_p, exact_q);
+      if (exact_p >= G::map_p(args) || exact_q >= G::map_q(args)) continue;
+      if constexpr (G::kRuns) exact_pixel<Config>(args, n, oc, exact_q / args.q, exact_q % args.q);
+      else exact_pixel<Config>(args, n, oc, exact_p, exact_q);
     }
   }
 }

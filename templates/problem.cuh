@@ -18,7 +18,7 @@ struct Arguments {
   void const* expand_bias;    // [kC] or null
   int n, h, w, p, q;       // P, Q: output height and width
   int pad_top, pad_left;
-  int steps;               // warpgroup tiles that lie below each other in a work item (separable2d_sm90.cuh)
+  int steps;               // warpgroup tiles that lie below each other in a work item (separable2d_sm90.cuh); of runs, rows of the map under one
 };
 
 /// Threads of a block of pack_weights, the small launch before the main kernels.
@@ -48,6 +48,10 @@ struct Geometry {
   static constexpr int kInstructions = Config::kMmaSteps / kInstructionSteps;  // issued together
   static constexpr bool kTensorDepthwise = Config::kMmaQ > 0;
   static constexpr bool kTurned = kTensorDepthwise && !Config::kChannelsLast;
+  /// Whether tiles are runs: consecutive pixels of the map, across the ends of its rows. Then (p, q) of a tile is (0, pixel of the map).
+  static constexpr bool kRuns = Config::kRunWindow > 0;
+  CUTLASS_DEVICE static int map_p(Arguments const& args) { return kRuns ? 1 : args.p; }
+  CUTLASS_DEVICE static int map_q(Arguments const& args) { return kRuns ? args.p * args.q : args.q; }
   /// Pixels of one lane: across and down.
   static constexpr int kLaneQ = Config::kPixelMajor ? 2 : 2 * Config::kBlocks;
   static constexpr int kLaneP = Config::kPixelMajor ? Config::kBlocks : 1;

@@ -12,7 +12,8 @@
 // is marched down: its steps (warpgroup tiles) go round robin to the warpgroups and share the rows in the ring. Otherwise an item is one
 // step a warpgroup and the rows come once for every chunk of channels; for tensor cores they come as one window, a slot of the ring. The
 // warpgroups' tiles lie below each other, with `kSideBySide` (maps of one row) next to each other along W. With `kSplitChannels` they have one
-// tile, take the chunks in turn, and the first adds up what all of them have.
+// tile, take the chunks in turn, and the first adds up what all of them have. With `kRunWindow` the map is one row of all its pixels to tiles and
+// stores, and a window has the rows of x under an item from end to end, in that many pixels of a slot.
 //
 // tests/test_separable_protocol.py goes through the waits and arrivals of all warps in random order: whoever changes them here changes them there.
 #pragma once
@@ -67,10 +68,16 @@ struct Sm90Layout {
   static constexpr int kSlotRows = kWholeWindow ? G::window_rows(kTilesDown * kTileP) : 1;
   static constexpr int kAtomChannels = 128 / G::kElementBytes;
   static constexpr int kAtoms = Config::kSlotChannels / kAtomChannels;
-  static constexpr int kAtomBytes = round_up(kSlotRows * kColumns * 128, 1024);
+  static constexpr int kAtomBytes = G::kRuns ? Config::kRunWindow * 128 : round_up(kSlotRows * kColumns * 128, 1024);
+  static_assert(!G::kRuns || (kWholeWindow && Config::kMmaQ == 16 && Config::kBlocks == 1 && Config::kRunWindow % 8 == 0));
   static constexpr int kSlotBytes =
       Config::kPixelMajor ? kAtoms * kAtomBytes : round_up(Config::kSlotChannels * kColumns * G::kElementBytes, 1024);
-  static constexpr int kSlotTransaction = Config::kSlotChannels * kSlotRows * kColumns * G::kElementBytes;
+  /// Columns of a row of a run's window: with a multiple of 8 TMA's swizzle depends on the column alone.
+  CUTLASS_DEVICE static int pitch(Arguments const& args) { return round_up(G::window_cols(args.q), 8); }
+  CUTLASS_DEVICE static int slot_transaction(Arguments const& args) {
+    int const pixels = G::kRuns ? G::window_rows(args.steps) * pitch(args) : kSlotRows * kColumns;
+    return Config::kSlotChannels * pixels * G::kElementBytes;
+  }
   /// The tensor core truncates its fp32 sums: the fp32-grade form adds every chunk (64 channels) in fp32 registers instead.
   static constexpr bool kPromote = Config::kSplit && G::kChunks > 1;
   static_assert(!Config::kSplit || Config::kSlotChannels <= 64);
@@ -114,15 +121,15 @@ struct WorkItem {
   int n, p, q, oc_tile, steps;  // image, first output row and column, tile of output channels, warpgroup tiles down
 
   CUTLASS_DEVICE static int count(Arguments const& args) {
-    return args.n * ceil_div(args.p, args.steps * L::kTileP) * ceil_div(args.q, L::kItemQ) * L::G::kOcTiles;
+    return args.n * ceil_div(L::G::map_p(args), args.steps * L::kTileP) * ceil_div(L::G::map_q(args), L::kItemQ) * L::G::kOcTiles;
   }
   CUTLASS_DEVICE WorkItem(Arguments const& args, int index) {
-    int const strips = ceil_div(args.q, L::kItemQ), rows = args.steps * L::kTileP;
+    int const strips = ceil_div(L::G::map_q(args), L::kItemQ), rows = args.steps * L::kTileP;
     oc_tile = index % L::G::kOcTiles;
     index /= L::G::kOcTiles;
     q = index % strips * L::kItemQ;
     index /= strips;
-    int const blocks = ceil_div(args.p, rows);
+    int const blocks = ceil_div(L::G::map_p(args), rows);
     p = index % blocks * rows;
     n = index / blocks;
     steps = L::kMarch ? min(args.steps, ceil_div(args.p - p, L::kTileP)) : L::kTilesDown;
@@ -257,7 +264,8 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
   bool first = true;
   for (int index = blockIdx.x; index < items; index += gridDim.x) {
     WorkItem<Config> const item(args, index);
-    int const w = item.q * Config::kStrideW - args.pad_left - Config::kPhase;
+    int const w = (L::G::kRuns ? 0 : item.q * Config::kStrideW) - args.pad_left - Config::kPhase;
+    int const h = (L::G::kRuns ? item.q / args.q : item.p) * Config::kStrideH - args.pad_top;
     int const rows = item.slots();
     CUTLASS_PRAGMA_NO_UNROLL  // a thread of few registers
     for (int chunk = 0; chunk < L::G::kChunks; ++chunk) {
@@ -270,9 +278,9 @@ CUTLASS_DEVICE void produce(Arguments const& args, cute::TmaDescriptor const& x_
       CUTLASS_PRAGMA_NO_UNROLL
       for (int r = 0; r < rows; ++r) {
         shared.row_empty[row.slot].wait(row.parity ^ 1);
-        row_landed[row.slot].arrive_and_expect_tx(L::kSlotTransaction);
-        load_row<Config>(x_map, x_unit_map, row_landed[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w,
-                         item.p * Config::kStrideH - args.pad_top + r, item.n);
+        row_landed[row.slot].arrive_and_expect_tx(L::slot_transaction(args));
+        load_row<Config>(x_map, x_unit_map, row_landed[row.slot], shared.row(row.slot), chunk * Config::kSlotChannels, w, h + r,
+                         item.n);
         row.advance();
       }
     }
@@ -630,6 +638,16 @@ struct WindowRows {
   CUTLASS_DEVICE static constexpr int phase(int r) { return r * kColumns % 8; }
 };
 
+/// The same of a run.
+template <class Config>
+struct RunRows {
+  static constexpr int kAtomBytes = Sm90Layout<Config>::kAtomBytes;
+  char const* address;
+  int row_bytes;
+  CUTLASS_DEVICE char const* operator()(int r) const { return address + r * row_bytes; }
+  CUTLASS_DEVICE static constexpr int phase(int) { return 0; }
+};
+
 /// acc (+)= weights x depthwise(x) over the chunk's `channels`. The depthwise outputs of a block of MMA steps are made while the tensor
 /// cores still work on the block before; the last block is left in flight.
 template <class Config, class View>
@@ -763,7 +781,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
   // Pixel-major, the warp's first pixel from the start of a slot: where one holds the item's window, in it; else in its row.
   int const window_p = (L::kTilesDown == 1 ? 0 : warpgroup * L::kTileP) + warp_p;
   int const row_pixel = Config::kPhase + warp_q * Config::kStrideW;
-  auto const view = [&] {
+  auto view = [&] {
     using View = DiagonalDepthwise<cute::conditional_t<Config::kDepthwise, OneBlock<Config>, Config>>;
     if constexpr (G::kTensorDepthwise) return View(row_pixel + (L::kWholeWindow ? window_p * Config::kStrideH * L::kColumns : 0), lane);
     else if constexpr (Config::kChannelsLast) return PixelMajorRow<Config>(column, t);
@@ -816,7 +834,7 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
       int const p = item.p + step * L::kTileP + warp_p, q = item.q + warp_q;
       if constexpr (!L::kMarch) {
         // A tile wholly outside the output only lets the rings go on.
-        if (item.p + step * L::kTileP >= args.p || item.q + (Config::kSideBySide ? warpgroup * L::kTileQ : 0) >= args.q) {
+        if (item.p + step * L::kTileP >= G::map_p(args) || item.q + (Config::kSideBySide ? warpgroup * L::kTileQ : 0) >= G::map_q(args)) {
           for (int chunk = 0; chunk < G::kChunks; ++chunk) {
             release_chunk();
             if constexpr (!L::kResidentWeights) release_weights();
@@ -824,6 +842,8 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
           continue;
         }
       }
+      int const pitch = G::kRuns ? L::pitch(args) : L::kColumns;
+      if constexpr (G::kRuns) view.follow(args, q, item.q / args.q, pitch, lane);
       float check = broken_weights ? __int_as_float(0x7fffffff) : 0.f;
       PixelScale<Config> scale;
       typename Mma::Accumulator acc, total;
@@ -845,7 +865,10 @@ CUTLASS_DEVICE void consume(Arguments const& args, cute::TmaDescriptor const& y_
         }
         int const channels = L::channels(chunk);
         bool const zero = L::kPromote || chunk < (Config::kSplitChannels ? L::kWarpgroups : 1);
-        if constexpr (L::kWholeWindow) {
+        if constexpr (G::kRuns) {
+          RunRows<Config> const run_rows{shared.row(base.slot), pitch * 128};
+          accumulate_diagonal<Config>(acc, view, run_rows, shared.weights(slot), channels, zero, lane, check);
+        } else if constexpr (L::kWholeWindow) {
           accumulate_diagonal<Config>(acc, view, WindowRows<Config>{shared.row(base.slot)}, shared.weights(slot), channels, zero, lane, check);
         } else {
           RingRows<Config> const ring_rows(shared, base.after(first_row + warp_p * Config::kStrideH).slot);

@@ -94,9 +94,13 @@ def values_at(x: np.ndarray, h: np.ndarray, w: np.ndarray, c: np.ndarray) -> np.
     return np.where(inside, x[np.where(inside, h, 0), np.where(inside, w, 0), np.where(inside, c, 0)], 0)
 
 
+def atom_bytes_of(g: Geometry, rows: int) -> int:
+    return g.schedule.run_window * 128 if g.runs else round_up(rows * g.columns * 128, 1024)
+
+
 def load_window(g: Geometry, shared: Shared, base: int, x: np.ndarray, first: tuple[int, int], chunk: int, rows: int):
     """TMA: a box of `rows` x columns pixels from (h, w) on for each 64 channels."""
-    atom_bytes, channel = round_up(rows * g.columns * 128, 1024), chunk * g.schedule.slot_channels
+    atom_bytes, channel = atom_bytes_of(g, rows), chunk * g.schedule.slot_channels
     if g.turned:
         for atom, r in product(range(g.atoms), range(rows)):
             row = base + atom * atom_bytes + r * g.columns * 128
@@ -151,10 +155,10 @@ class Rows:
     """RingRows, or WindowRows where one slot holds the window: addresses of its rows."""
 
     def __init__(self, g: Geometry, first_slot: int, first_row: int):
-        whole = g.slot_rows > 1
+        whole = g.slot_rows > 1 or g.runs
         self.g, self.whole = g, whole
         self.first = first_slot if whole else first_slot + first_row
-        self.atom_bytes = round_up((g.slot_rows if whole else 1) * g.columns * 128, 1024)
+        self.atom_bytes = atom_bytes_of(g, g.slot_rows if whole else 1)
 
     def address(self, r: int) -> int:
         if self.whole:
@@ -165,9 +169,19 @@ class Rows:
         return r * self.g.columns % 8 if self.whole else 0
 
 
-def ldmatrix(g: Geometry, shared: Shared, rows: Rows, pixel: int, row: int, column: int, group: int) -> np.ndarray:
-    """DiagonalDepthwise::load: [4 groups of 8 channels][lane][2 values]. `pixel`: the warp's first."""
-    own = pixel + LANE % 8 * g.problem.stride[1]
+def follow(g: Geometry, first: int, window_p: int) -> list[np.ndarray]:
+    """DiagonalDepthwise::follow: each lane's own pixel of the window, of each half of the block."""
+    p, places = g.problem, []
+    for half in range(2):
+        pixel = np.minimum(first + 8 * half + LANE % 8, p.map_pixels - 1)
+        row = (pixel // p.q - window_p) * p.stride[0]
+        assert np.all((row >= 0) & (row + (p.kernel[0] - 1) * p.dilation[0] < g.slot_rows))
+        places.append(row * g.columns + pixel % p.q * p.stride[1])
+    return places
+
+
+def ldmatrix(g: Geometry, shared: Shared, rows: Rows, own: np.ndarray, row: int, column: int, group: int) -> np.ndarray:
+    """DiagonalDepthwise::load: [4 groups of 8 channels][lane][2 values]. `own`: the lanes' pixels."""
     offset = own * 128 + ((LANE // 8 ^ (own + (rows.phase(row) + column) % 8)) & 7) * 16
     address = rows.address(row) + group // 2 * rows.atom_bytes + (offset ^ group % 2 * 64) + column * 128
     assert not np.any(address % 16)
@@ -190,16 +204,24 @@ def mma(a: list[np.ndarray], b: list[np.ndarray], d: np.ndarray) -> None:
         d[h] += result[FRAGMENT_ROW[h][:, None], 2 * T[:, None] + [0, 1]]
 
 
-def depthwise(g: Geometry, shared: Shared, rows: Rows, pixel: int, words: np.ndarray | None, group: int) -> np.ndarray:
-    """DiagonalDepthwise::compute: the A fragments [instruction][block][register][lane][2] of 32 channels."""
+def depthwise(
+    g: Geometry, shared: Shared, rows: Rows, pixel: int | list, words: np.ndarray | None, group: int
+) -> np.ndarray:
+    """DiagonalDepthwise::compute: the A fragments [instruction][block][register][lane][2] of 32 channels. `pixel`: the
+    warp's first, or of a run those of the lanes.
+    """
     p, s = g.problem, g.schedule
 
     @cache
     def matrix(tap: int, b: int, h: int) -> np.ndarray:
+        tap_row, tap_column = tap // p.kernel[1] * p.dilation[0], tap % p.kernel[1] * p.dilation[1]
+        if g.runs:
+            return ldmatrix(g, shared, rows, pixel[h], tap_row, tap_column, group)
+        own = pixel + LANE % 8 * p.stride[1]
         down, beside = (0, b * s.mma_q) if g.turned else (b, 0)
         pixel_p, pixel_q = (2 * down + h, beside) if s.mma_q == 8 else (down, beside + 8 * h)
-        row = pixel_p * p.stride[0] + tap // p.kernel[1] * p.dilation[0]
-        return ldmatrix(g, shared, rows, pixel, row, pixel_q * p.stride[1] + tap % p.kernel[1] * p.dilation[1], group)
+        row, column = pixel_p * p.stride[0] + tap_row, pixel_q * p.stride[1] + tap_column
+        return ldmatrix(g, shared, rows, own, row, column, group)
 
     fragment = np.zeros((2, s.blocks, 4, 32, 2))
     for b in range(s.blocks):
@@ -251,16 +273,18 @@ def warp_places(g: Geometry, down: int) -> list[tuple[int, int]]:
 def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np.ndarray) -> np.ndarray:
     """y [P,Q,O] of one image x [H,W,C]. Of a strip that is marched down, the window of one step lies in the ring."""
     p, s = g.problem, g.schedule
-    y = np.full((p.p, p.q, p.o), np.nan)
+    y = np.full((g.map_p, g.map_q, p.o), np.nan)
     down = 1 if g.march else g.tiles_down
-    tops, strips = range(0, p.p, down * g.tile_p), range(0, p.q, g.item_q)
+    tops, strips = range(0, g.map_p, down * g.tile_p), range(0, g.map_q, g.item_q)
     for oc_tile, top, left, chunk in product(range(g.oc_tiles), tops, strips, range(g.chunks)):
         words = fill_taps(g, dw, bias, chunk) if p.depthwise else None
         stage = load_weights(g, pw, oc_tile, chunk)
         shared = Shared(s.row_slots * g.slot_bytes)
         first = top * p.stride[0] - p.padding.top, left * p.stride[1] - p.padding.left - g.phase
+        if g.runs:
+            first = left // p.q * p.stride[0] - p.padding.top, -p.padding.left
         slot = (top + chunk) % s.row_slots  # where the ring has come to
-        for i in range(0, g.window_rows(down * g.tile_p), g.slot_rows):
+        for i in range(0, 1 if g.runs else g.window_rows(down * g.tile_p), g.slot_rows):
             base = (slot + i // g.slot_rows) % s.row_slots * g.slot_bytes
             load_window(g, shared, base, x, (first[0] + i, first[1]), chunk, g.slot_rows)
         channels = min(s.slot_channels, p.c - chunk * s.slot_channels)
@@ -268,6 +292,10 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
         for warp_p, warp_q in warp_places(g, down):
             row = warp_p * p.stride[0]
             pixel = g.phase + warp_q * p.stride[1] + (row * g.columns if g.slot_rows > 1 else 0)
+            if g.runs:
+                if left + warp_q // g.tile_q * g.tile_q >= p.map_pixels:
+                    continue
+                pixel = follow(g, left + warp_q, left // p.q)
             rows, sums = Rows(g, slot, row), 0
             for group in range(-(-channels // 32)):
                 for i, fragment in enumerate(depthwise(g, shared, rows, pixel, words, group)):
@@ -278,7 +306,7 @@ def emulate(g: Geometry, x: np.ndarray, dw: np.ndarray, pw: np.ndarray, bias: np
                 tile_p, tile_q = warp_p // g.tile_p * g.tile_p, warp_q // g.tile_q * g.tile_q
                 store_tile(g, y, tiles, top + tile_p, left + tile_q, oc_tile * s.tile_oc, chunk == 0)
                 tiles = []
-    return y
+    return y.reshape(p.p, p.q, p.o)
 
 
 def store_tile(g: Geometry, y: np.ndarray, sums: list, top: int, left: int, oc: int, first: bool) -> None:
@@ -351,6 +379,26 @@ def random_geometry(draw: random.Random) -> Geometry:
             return Geometry(problem, schedule)
 
 
+def random_runs(draw: random.Random) -> Geometry:
+    """A small layer whose tiles are runs of the map's pixels."""
+    while True:
+        kernel = draw.choice([(3, 3), (3, 3), (2, 4), (5, 2), (1, 5)])
+        dilation = draw.choice([(1, 1), (1, 1), (2, 3), (4, 1)])
+        span = [(k - 1) * d for k, d in zip(kernel, dilation, strict=True)]
+        case = Case(
+            n=1, c=8 * draw.randint(9, 17), o=8 * draw.randint(1, 3), h=draw.randint(1, 24), w=draw.randint(1, 24),
+            kernel=kernel, stride=(draw.randint(1, 2), draw.randint(1, 2)),
+            padding=tuple(s // 2 + draw.randint(s % 2, 2) for s in span), dilation=dilation, pw_bias=False,
+        )  # fmt: skip
+        warpgroups = draw.randint(1, 3)
+        schedule = Schedule(
+            "sm90", draw.choice((8, 16)), 64, 1, 4, warpgroups, draw.choice((1, 2)), 1, side_by_side=warpgroups > 1,
+            mma_q=16, run_window=draw.choice((128, 256, 384)),
+        )  # fmt: skip
+        if check(problem := problem_of(case, "bf16", "channels_last"), schedule, "sm_90a"):
+            return Geometry(problem, schedule)
+
+
 def test_the_templates_compile_to_the_same_arithmetic(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """What is emulated is what the compiler makes of the templates: static assertions behind the translation unit."""
     monkeypatch.setenv("CUTLASS_SEP_CACHE_DIR", str(tmp_path))
@@ -374,10 +422,11 @@ def test_the_templates_compile_to_the_same_arithmetic(tmp_path, monkeypatch: pyt
         compiler.build(text + lines[-1].replace("==", "!="), "sm_90a", name="layout-test")
 
 
+@pytest.mark.parametrize("draw", [random_geometry, random_runs])
 @pytest.mark.parametrize("first", range(0, 24, 4))
-def test_emulated_values(first: int):
+def test_emulated_values(first: int, draw):
     for seed in range(first, first + 4):
-        g = random_geometry(random.Random(seed))
+        g = draw(random.Random(seed))
         p, values = g.problem, np.random.default_rng(seed)
         x, pw = values.integers(-4, 5, (p.h, p.w, p.c)), values.integers(-4, 5, (p.o, p.c))
         dw = values.integers(-4, 5, (p.c, math.prod(p.kernel))) if p.depthwise else np.ones((p.c, 1), int)

@@ -27,6 +27,8 @@ class Cut(NamedTuple):
 
 
 ROW = {"h": 1, "w": 203, "kernel": (1, 9), "padding": (0, 4)}
+RUNS = {"warps_q": 4, "warpgroups": 2, "side_by_side": True, "mma_q": 16, "run_window": 256}
+ALONE = RUNS | {"warpgroups": 1, "side_by_side": False}
 BESIDE = {"warps_q": 4, "warpgroups": 2, "side_by_side": True}
 CUTS = [
     # One pass over the channels: rows of x in the ring.
@@ -46,6 +48,18 @@ CUTS = [
     Cut("windows-5x5", {"warps_q": 2, "warpgroups": 2},
         {"c": 96, "o": 96, "kernel": 5, "padding": 2, "h": 14, "w": 14}),
     Cut("windows-7x7-maps", {"warps_q": 1, "warpgroups": 2}, {"c": 192, "o": 64, "h": 7, "w": 7, "n": 5}),
+    # Runs of the map's pixels.
+    Cut("runs", RUNS, {"c": 200, "o": 136, "h": 19, "w": 21, "n": 3}),
+    Cut("runs-one-tile", ALONE | {"run_window": 128},
+        {"c": 136, "o": 72, "h": 6, "w": 7, "n": 5}),
+    Cut("runs-idle-warpgroup", RUNS | {"warpgroups": 3, "tile_oc": 64}, {"c": 72, "o": 136, "h": 9, "w": 10, "n": 99}),
+    Cut("runs-stride2", ALONE | {"run_window": 512}, {"c": 104, "o": 40, "stride": 2, "h": 37, "w": 29}),
+    Cut("runs-dilated", RUNS | {"run_window": 384},
+        {"c": 136, "o": 64, "dilation": (2, 3), "padding": (2, 3), "h": 17, "w": 19}),
+    Cut("runs-even", RUNS, {"c": 72, "o": 64, "kernel": (2, 4), "padding": "valid", "h": 14, "w": 23}),
+    Cut("runs-two-atoms", RUNS | {"slot_channels": 128, "row_slots": 1, "weight_slots": 1, "run_window": 384},
+        {"c": 328, "o": 72, "h": 38, "w": 38}),
+    Cut("runs-resident", RUNS | {"weight_slots": 3}, {"c": 136, "o": 56, "h": 15, "w": 13, "n": 150}),
     # The warpgroups take the passes in turn.
     Cut("split", {"warps_q": 1, "warpgroups": 2, "split_channels": True},
         {"c": 328, "o": 72, "h": 7, "w": 9, "n": 140}),
@@ -93,7 +107,8 @@ CUTS = [
 CUTS += [
     cut._replace(name=f"{cut.name}-packed", schedule=cut.schedule | {"packs_taps": True})
     for cut in CUTS
-    if cut.name in ("rows-7x7", "windows", "windows-two-atoms", "windows-even", "split3", "split-resident", "row-long")
+    if cut.name
+    in ("rows-7x7", "windows", "windows-two-atoms", "windows-even", "split3", "split-resident", "row-long", "runs")
 ]
 cuts = pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
 #: Names of cuts that differ in how rows come.
@@ -125,8 +140,9 @@ def test_the_cuts_are_what_their_names_say():
         assert ("split" in cut.name) == schedule.split_channels, cut
         assert ("turned" in cut.name) == g.turned, cut
         assert ("packed" in cut.name) == (g.pack_blocks > 0), cut
+        assert ("runs" in cut.name) == g.runs, cut
         # The last tile, pass or group of channels is ragged somewhere.
-        ragged = (problem.q % g.tile_q, problem.p % g.tile_p, problem.c % 64, problem.o % schedule.tile_oc)
+        ragged = (g.map_q % g.tile_q, g.map_p % g.tile_p, problem.c % 64, problem.o % schedule.tile_oc)
         assert any(ragged), cut
 
 
