@@ -132,14 +132,14 @@ def _estimate(problem: Problem, schedule: Schedule | BlockSchedule, *, packed: b
         return "fused fp32" if fused.scaled else "fused", lambda: estimate.fused_us(fused)
     halves = Geometry(problem.expand, schedule.expand), Geometry(problem.project, schedule.project)
     first, second = (_of_geometry(half, packed) for half in halves)
-    once = packed or all(half.packed for half in halves)
+    once = packed or all(half.pack_blocks for half in halves)
     shared = lambda: estimate.SHARED_US + estimate.PACKING_US * once  # noqa: E731
     return _kind(schedule.project), lambda: first() + second() - shared()
 
 
 def _of_geometry(geometry: Geometry, packed: bool) -> Callable[[], float]:
     if geometry.schedule.path == "sm90":
-        return lambda: estimate.sm90_us(geometry) + estimate.PACKING_US * (packed and not geometry.packed)
+        return lambda: estimate.sm90_us(geometry) + estimate.PACKING_US * (packed and not geometry.pack_blocks)
     return lambda: estimate.portable_us(geometry, ARCH)
 
 
