@@ -35,7 +35,7 @@ PORTABLE_CANDIDATES = 6
 PORTABLE_MARGIN = 1.1
 #: sm90: sizes of a slot of the ring, in pixels, for windows of runs: few, so that few builds serve many maps; and by
 #: how much runs must fill tiles better than rectangles, whose matrices serve several taps.
-RUN_WINDOWS = (128, 192, 256, 320, 384, 512)
+RUN_WINDOWS = (256, 384)
 RUNS_FILL = 1.1
 #: sm90: taps of a kernel row that the unrolled depthwise stage of contiguous 16-bit tiles takes (63 fit, 75 spill).
 MOST_TAPS = 64

@@ -265,6 +265,44 @@ def test_tables_of_taps_are_packed_where_shared_memory_is_short_or_taps_are_many
     assert "all weights are packed" in check(turned, portable, "sm_80").reason
 
 
+RUN = {"warps_q": 4, "side_by_side": True, "mma_q": 16, "run_window": 384}
+
+
+def test_runs_fill_small_maps():
+    small = problem_of(Case(n=32, c=728, o=1024, h=19, w=19), "bf16", "channels_last")
+    best = candidates(small, "sm_90a", "sm90")[0]
+    g = Geometry(small, best)
+    assert g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
+    # Two warpgroups have 128 pixels, which touch at most 8 rows of the map, with three of taps 10 of x; 21 columns are 24.
+    assert best.warpgroups == 2 and (g.run_rows, g.slot_rows, g.columns) == (8, 10, 24)
+    assert g.items(g.steps(132)) == 32 * 3 * g.oc_tiles
+    assert g.slot_bytes == best.run_window * 128 >= 10 * 24 * 128
+    # Rectangles fill these as well.
+    for h, w in ((8, 8), (14, 14), (16, 32)):
+        even = problem_of(Case(n=32, c=728, o=1024, h=h, w=w), "bf16", "channels_last")
+        assert not any(schedule.run_window for schedule in candidates(even, "sm_90a", "sm90"))
+
+
+@pytest.mark.parametrize(
+    ("change", "case", "reason"),
+    [
+        ({}, {"h": 40, "w": 200}, "a window of 4 rows of 208 columns is larger"),
+        ({"mma_q": 8}, {}, "only 64 pixels a warpgroup in one row"),
+        ({"warps_q": 2}, {}, "only 64 pixels a warpgroup in one row"),
+        ({"side_by_side": False}, {}, "the warpgroups' tiles must lie next to each other"),
+        ({"slot_channels": 256}, {}, "slot_channels=256 take all channels in one pass"),
+        ({"run_window": -8}, {}, "run_window=-8 must be"),
+        ({"run_window": 380}, {}, "run_window=380 must be"),
+        ({"run_window": True}, {}, "run_window=True must be"),
+    ],
+)
+def test_illegal_runs(change: dict, case: dict, reason: str):
+    problem = problem_of(Case(**{"c": 256, "o": 256, "h": 19, "w": 19} | case), "bf16", "channels_last")
+    refused = check(problem, diagonal(**RUN | change), "sm_90a")
+    assert not refused and reason in refused.reason
+    assert case or check(problem, diagonal(**RUN), "sm_90a")
+
+
 def test_16_bit_channels_last_layers_run_on_tensor_cores():
     """Wide layers in windows; the pointwise half of a block too, whose x is the operand as it is."""
     wide = problem_of(Case(n=32, c=728, o=728, h=38, w=38), "bf16", "channels_last")
