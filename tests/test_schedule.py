@@ -19,6 +19,7 @@ from cutlass_sep.schedule import (
     Schedule,
     candidates,
     check,
+    for_size,
     supports,
     tile_key,
     typical,
@@ -272,7 +273,7 @@ def test_runs_fill_small_maps():
     small = problem_of(Case(n=32, c=728, o=1024, h=19, w=19), "bf16", "channels_last")
     best = candidates(small, "sm_90a", "sm90")[0]
     g = Geometry(small, best)
-    assert g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
+    assert best == for_size(small, "sm_90a", "sm90")[0] and g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
     # Two warpgroups have 128 pixels, which touch at most 8 rows of the map, with three of taps 10 of x; 21 columns are 24.
     assert best.warpgroups == 2 and (g.run_rows, g.slot_rows, g.columns) == (8, 10, 24)
     assert g.items(g.steps(132)) == 32 * 3 * g.oc_tiles
@@ -280,7 +281,7 @@ def test_runs_fill_small_maps():
     # Rectangles fill these as well.
     for h, w in ((8, 8), (14, 14), (16, 32)):
         even = problem_of(Case(n=32, c=728, o=1024, h=h, w=w), "bf16", "channels_last")
-        assert not any(schedule.run_window for schedule in candidates(even, "sm_90a", "sm90"))
+        assert not any(schedule.run_window for schedule in for_size(even, "sm_90a", "sm90"))
 
 
 @pytest.mark.parametrize(
