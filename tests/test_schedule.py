@@ -274,7 +274,7 @@ def test_runs_fill_small_maps():
     best = candidates(small, "sm_90a", "sm90")[0]
     g = Geometry(small, best)
     assert best == for_size(small, "sm_90a", "sm90")[0] and g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
-    # Two warpgroups have 128 pixels, which touch at most 8 rows of the map, with three of taps 10 of x; 21 columns are 24.
+    # 128 pixels touch at most 8 rows of the map, under three of taps 10 of x; 21 columns are 24.
     assert best.warpgroups == 2 and (g.run_rows, g.slot_rows, g.columns) == (8, 10, 24)
     assert g.items(g.steps(132)) == 32 * 3 * g.oc_tiles
     assert g.slot_bytes == best.run_window * 128 >= 10 * 24 * 128
