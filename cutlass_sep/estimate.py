@@ -73,8 +73,8 @@ _DEPTHWISE_PS = {
     ("channels_last", 4): (2.7, 0.32),
     ("channels_last", 2): (0.0, 0.19),
 }
-#: Microseconds of a tap of its channels_last kernel, which takes a channel's taps one after the other (batch 1: 29 us for
-#: 33 taps, 50 for 75).
+#: Microseconds of a tap of its channels_last kernel for extents above 5, which takes a channel's taps one after the other
+#: (batch 1: 29 us for 33 taps, 50 for 75).
 _DEPTHWISE_TAP_US = 0.45
 #: Matrix products: TFLOP/s of large ones by operand type, and channels that a tile's start takes as long as.
 _TFLOPS = {"bfloat16": 430.0, "float16": 430.0, "tf32": 310.0, "ieee": 32.6}
@@ -330,7 +330,7 @@ def torch_us(p: SeparableConv2dProblem) -> float:
             launches += 2
         each, tap = _DEPTHWISE_PS["contiguous" if contiguous else "channels_last", size]
         arithmetic = m / size * (each + math.prod(p.kernel) * tap) * 1e-6
-        latency = 0.0 if contiguous else _DEPTHWISE_TAP_US * math.prod(p.kernel)
+        latency = 0.0 if contiguous or max(p.kernel) <= 5 else _DEPTHWISE_TAP_US * math.prod(p.kernel)
         depthwise = max((x + m) / bandwidth / _DEPTHWISE_SHARE, arithmetic, latency)
     # Tiles of 64 x 64, a wave at least.
     tiles = -(-p.n * p.p * p.q // 64) * -(-p.o // 64)

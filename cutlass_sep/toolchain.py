@@ -111,30 +111,16 @@ def load() -> Nvrtc:
 
 @functools.cache
 def _expected() -> Nvrtc | None:
-    """The NVRTC that the process has loaded, as torch may have, else that of the one wheel that is installed; None
-    where there is none, or are two.
-    """
-    loaded = {}
+    """The NVRTC of the one wheel that is installed; None where there is none or are two, or a library is loaded."""
     for wheel in _NVRTC_WHEELS:
         with contextlib.suppress(OSError):
-            loaded[wheel.probe] = ctypes.CDLL(wheel.probe, mode=os.RTLD_NOLOAD)
-    if loaded:
-        return _described(*loaded.popitem()) if len(loaded) == 1 else None
+            ctypes.CDLL(wheel.probe, mode=os.RTLD_NOLOAD)
+            return None
     found = [(wheel, folder) for wheel in _NVRTC_WHEELS if (folder := _folder(wheel)) is not None]
     if len(found) != 1:
         return None
     wheel, folder = found[0]
     return Nvrtc(*_major_minor(version_of(wheel.distribution)), _library_build(f"{folder}/{wheel.probe}"))
-
-
-def _described(name: str, library: ctypes.CDLL) -> Nvrtc | None:
-    """What a loaded NVRTC of this file name says it is; None if it does not."""
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].rstrip("\n") for line in maps if name in line}
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    if len(paths) != 1 or library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) != 0:
-        return None
-    return Nvrtc(major.value, minor.value, _library_build(paths.pop()))
 
 
 def version_of(distribution: str) -> str:
