@@ -104,8 +104,10 @@ def _render(op: Operation, name: str) -> dict[str, str]:
     tensors = operators.of(problem).tensors
     channels_last = problem.layout == "channels_last"
     if problem.spatial == 2:
-        runs = path == "sm90" and op.schedule.run_window > 0  # whose window must fit into its slot
-        axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h - (1 if runs else -1), problem.w)
+        runs = path == "sm90" and op.schedule.run_window > 0
+        # The window of runs must fit into its slot, as that of a map of fewer rows does.
+        step = 1 if not runs else -1 if problem.p > 1 else 0
+        axes, extents, other_extents = "HW", (problem.h, problem.w), (problem.h + step, problem.w)
     else:
         step = 1 if channels_last else alignment // problem.element_size
         axes, extents, other_extents = "L", (problem.l,), (problem.l + step,)
