@@ -247,8 +247,8 @@ class Build:
     @property
     def packs(self) -> bool:
         """Whether a kernel in front packs weights, for any of the main ones."""
-        unpacked = [geometry for geometry in self.geometries.values() if not geometry.packed]
-        return len(unpacked) < len(self.mains)
+        packing_none = [geometry for geometry in self.geometries.values() if not geometry.pack_blocks]
+        return len(packing_none) < len(self.mains)
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
