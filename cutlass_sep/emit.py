@@ -195,9 +195,6 @@ def _packed(stage: Stage, behind: int = 0) -> str:
 def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     names = ("threads", "shared_bytes", "workspace_bytes")
     maps = [_map(tensor_map, pointers, stage.geometry.problem) for tensor_map in stage.maps]
-    if getattr(stage.geometry, "runs", False):  # the window depends on the map
-        channels, *_, images = maps[0]["box"]
-        maps[0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)
     own = {name: getattr(stage.geometry, name) for name in names}
     return {
         "name": stage.name,
@@ -210,7 +207,11 @@ def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
 
 def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     g, p = stage.geometry, stage.geometry.problem
-    return _stage(stage, pointers) | {
+    values = _stage(stage, pointers)
+    if g.runs:  # the window depends on the map
+        channels, *_, images = values["maps"][0]["box"]
+        values["maps"][0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)
+    return values | {
         "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles,
         "march": g.schedule.path == "sm90" and g.march, "steps": g.tiles_down, "stride_h": p.stride[0],
         "kernel_rows": g.window_rows(1), "turned": g.turned, "runs": g.runs, "run_window": g.schedule.run_window,

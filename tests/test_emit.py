@@ -288,6 +288,23 @@ def test_the_host_packs_for_the_kernels_that_ask_for_it(packs, tmp_path, driver,
     assert ("pack" in text.replace("packed", "")) == any(packs)
 
 
+def test_the_host_packs_tables_of_taps(tmp_path, driver, monkeypatch):
+    schedule = Schedule("sm90", 64, 64, 1, 2, 2, 2, 2, mma_q=8, packs_taps=True)
+    op = uncompiled(make_op(Case(n=2, c=136, o=64, h=19, w=21), torch.bfloat16, "channels_last", schedule=schedule))
+    assert op.kernel.stages[0].packs
+    compare_launches(op, tmp_path, driver, monkeypatch)
+
+
+def test_the_host_launches_runs_of_pixels(tmp_path, driver, monkeypatch):
+    """Their box is that of the size; windows that do not fit into the slot are refused."""
+    schedule = Schedule("sm90", 64, 64, 1, 4, 2, 2, 2, side_by_side=True, mma_q=16, run_window=256)
+    op = uncompiled(make_op(Case(n=2, c=136, o=64, h=19, w=21), torch.bfloat16, "channels_last", schedule=schedule))
+    host = compare_launches(op, tmp_path, driver, monkeypatch, [(2, 19, 21), (1, 20, 21), (37, 5, 21), (1, 20000, 16)])
+    calls, error = host.run((1, 64, 64))
+    assert not any(call["call"] == "launch" for call in calls)
+    assert "windows that do not fit into shared memory" in error
+
+
 @pytest.mark.parametrize("mma_q", [0, 8])
 def test_a_kernel_without_a_workspace_gets_none(mma_q, tmp_path):
     """Nothing is allocated for it, not even an empty tensor."""
@@ -299,11 +316,11 @@ def test_a_kernel_without_a_workspace_gets_none(mma_q, tmp_path):
     assert binding.count("at::empty(") == (2 if mma_q == 0 else 1)
 
 
-def compare_launches(op, folder, driver, monkeypatch):
-    """What an emitted host asks the driver for, and what `kernel.py` does, for several sizes."""
+def compare_launches(op, folder, driver, monkeypatch, shapes=None):
+    """What an emitted host asks the driver for, and what `kernel.py` does, for several sizes. Returns the host."""
     host, p, arch = Host(op, folder, driver), op.problem, op.arch
     if p.spatial == 2:
-        shapes = [(p.n, p.h, p.w), (1, p.h + 1, p.w), (37, 5, p.w), (16, 512, 512), (1, 20000, 16)]
+        shapes = shapes or [(p.n, p.h, p.w), (1, p.h + 1, p.w), (37, 5, p.w), (16, 512, 512), (1, 20000, 16)]
         problems = [replace(p, n=n, h=h, w=w) for n, h, w in shapes]
     else:
         shapes = [(p.n, 1, p.l), (1, 1, p.l + 8), (37, 1, 8), (300, 1, 4096)]
@@ -320,6 +337,7 @@ def compare_launches(op, folder, driver, monkeypatch):
     ]
     del calls[load : load + 1 + len(reserved)]
     assert calls == expected
+    return host
 
 
 def launches(of: kernel.Kernel, monkeypatch) -> list[dict]:
