@@ -169,6 +169,8 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     stages = op.kernel.stages
     if op.form is None:
         weights = [f"tensors.{name}" for name in ("dw_weight", "pw_weight", "dw_bias", "pw_bias")]
+        if op.schedule.plane_rows:
+            return _plane_stages(op, weights)
         pointers = ["tensors.x", *weights, "tensors.y", _packed(stages[0]), *["nullptr"] * 3]
         return [_separable_stage(stages[0], pointers)]
     weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
@@ -185,6 +187,50 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     ]
 
 
+def _plane_stages(op: Operation, weights: list[str]) -> list[dict[str, Any]]:
+    """Those of a depthwise kernel on planes: the workspace has its outputs, the taps and planes, then packed weights."""
+    depthwise, pointwise, *mend = op.kernel.stages
+    g, p = depthwise.geometry, op.problem
+    planes, (_, pw_weight, _, pw_bias) = f"unpacked + {_plane_outputs(p)}", weights
+    kept = {"march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1, "turned": False, "runs": False}
+    kept |= {"pads": (p.padding.top, p.padding.left), "sizes": _SIZES, "workspace_bytes": 0, "threads": g.threads}
+    images, rows = ("1", "n * h") if g.one_row else ("n", "h")
+    pitch = f"int64_t(round_up(w + {g.shift}, 8))"
+    x_map = {
+        "address": f"{planes} + {g.plane_offset}", "type": _DATA_TYPES[p.dtype], "size": p.element_size, "swizzle": 0,
+        "extents": (f"w + {g.shift}", images, rows, p.c), "box": depthwise.maps[0].box,
+        "strides": (("h", pitch), (pitch,), ("n", "h", pitch)),
+    }  # fmt: skip
+    units = f"ceil_div(w + {g.shift}, 8)"
+    planes_packed = f"n * h * ceil_div({units}, 8) * {-(-p.c // 64)}"
+    if p.layout != "channels_last":
+        planes_packed = f"(size_t({p.c}) * n * h * {units} + 255) / 256"
+    found = [
+        kept | {
+            "name": depthwise.name, "pointers": ["tensors.x", *weights, "unpacked", planes, *["nullptr"] * 3],
+            "maps": [x_map], "packs": True, "pack_blocks": f"{g.groups * g.channels} + {planes_packed}",
+            "shared_bytes": g.shared_bytes, "item_n": g.tile_images, "item_q": op.schedule.plane_columns,
+            "tile_p": op.schedule.plane_rows, "oc_tiles": g.groups,
+            "covers": ("1", "n * p") if g.one_row else ("n", "p"),
+        }
+    ]  # fmt: skip
+    pointers = ["unpacked", "nullptr", pw_weight, "nullptr", pw_bias, "tensors.y", _packed(pointwise), *["nullptr"] * 3]
+    images, pixels = ("1", "n * p * q") if p.layout == "channels_last" else ("n", "p * q")
+    sizes = (images, "1", pixels, "1", pixels)
+    found.append(_separable_stage(pointwise, pointers, sizes))
+    if mend:
+        pointers = ["tensors.x", *weights, "tensors.y", planes, "unpacked", "nullptr", "nullptr"]
+        pixels = {"item_n": 1, "item_q": 1, "tile_p": 1, "oc_tiles": 1, "covers": ("n", "p")}
+        own = {"name": mend[0].name, "pointers": pointers, "maps": [], "packs": False, "shared_bytes": 0}
+        found.append(kept | pixels | own)
+    return found
+
+
+def _plane_outputs(p: SeparableConv2dProblem) -> str:
+    """Bytes of the depthwise outputs, an expression of n, h, w."""
+    return f"round_up(size_t(n) * {p.c} * output_height(h) * output_width(w) * kElementBytes, 256)"
+
+
 def _packed(stage: Stage, behind: int = 0) -> str:
     """Where a stage's packed weights are, `behind` so many bytes of the stages before it."""
     if not stage.packs:
@@ -192,9 +238,16 @@ def _packed(stage: Stage, behind: int = 0) -> str:
     return f"packed + {behind}" if behind else "packed"
 
 
-def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
+#: N, H, W, P, Q of a main kernel, expressions.
+_SIZES = ("n", "h", "w", "p", "q")
+
+
+def _stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -> dict[str, Any]:
     names = ("threads", "shared_bytes", "workspace_bytes")
-    maps = [_map(tensor_map, pointers, stage.geometry.problem) for tensor_map in stage.maps]
+    maps = [
+        _map(tensor_map, pointers, stage.geometry.problem, dict(zip(_SIZES, sizes, strict=True)))
+        for tensor_map in stage.maps
+    ]
     own = {name: getattr(stage.geometry, name) for name in names}
     return {
         "name": stage.name,
@@ -202,12 +255,15 @@ def _stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
         "maps": maps,
         "packs": stage.packs,
         "pack_blocks": str(stage.geometry.pack_blocks),
+        "sizes": sizes,
+        "covers": (sizes[0], sizes[3]),
+        "item_n": 1,
     } | own
 
 
-def _separable_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
+def _separable_stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -> dict[str, Any]:
     g, p = stage.geometry, stage.geometry.problem
-    values = _stage(stage, pointers)
+    values = _stage(stage, pointers, sizes)
     if g.runs:  # the window depends on the map
         channels, *_, images = values["maps"][0]["box"]
         values["maps"][0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)
@@ -231,11 +287,16 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | SeparableBlock1dProblem) -> dict:
+def _map(
+    of: TensorMap,
+    pointers: list[str],
+    problem: SeparableConv2dProblem | SeparableBlock1dProblem,
+    sizes: dict[str, str],
+) -> dict:
     """A TMA descriptor as `launch` encodes it, which knows the channels alone and calls a length w."""
 
     def known(factors: tuple[int | str, ...]) -> list[int | str]:
-        names = {"l": "w", "map_pixels": "p * q"}
+        names = sizes | {"l": "w", "map_pixels": "p * q"}
         return [getattr(problem, f) if f in ("c", "o", "e") else names.get(f, f) for f in factors]
 
     strides = [known(own) for own in of.factors()]
@@ -248,6 +309,10 @@ def _map(of: TensorMap, pointers: list[str], problem: SeparableConv2dProblem | S
 def _unpacked(op: Operation) -> str | None:
     """Bytes of the workspace before the packed weights, an expression of n, h, w."""
     p = op.problem
+    if op.form is None and op.schedule.plane_rows:  # depthwise outputs, taps, planes
+        g = op.kernel.stages[0].geometry
+        planes = f"size_t({p.c}) * n * h * round_up(w + {g.shift}, 8) * kElementBytes"
+        return f"{_plane_outputs(p)} + round_up({g.plane_offset} + {planes}, 256)"
     if op.form == "two_kernel":  # the hidden channels
         return f"round_up(size_t(n) * {p.e} * h * w * kElementBytes, 256)"
     if op.form == "fused" and (g := op.kernel.stages[0].geometry).scaled:  # x in fp16; a scale of each 8 positions

@@ -16,6 +16,7 @@ from .reference import depthwise_contiguous
 
 if TYPE_CHECKING:
     from .block_schedule import FusedGeometry
+    from .planes import PlaneGeometry
     from .schedule import Geometry
 
 #: Multiprocessors, and cycles a microsecond under load.
@@ -57,6 +58,9 @@ _PORTABLE_LOADS = {"channels_last": 14.5, "contiguous": 8.0}
 _PORTABLE_STORES = 30.0
 #: portable: a warp's time alone over that among others; cycles of a chunk's barriers and first loads.
 _PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
+#: A depthwise kernel on planes, from eight shapes: cycles of an mma.sync of each scheduler, of a wavefront of shared
+#: memory and of a tile beside these; by how much it takes longer with 8 warps.
+_PLANE_MMA, _PLANE_WAVEFRONT, _PLANE_TILE, _FEW_WARPS = 2.5, 0.8, 1300.0, 1.25
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
 _FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
 #: The same of fp32 tensors, from the lead shape and shapes around it: the depthwise stage by FMA (fixed, a tap); an
@@ -249,6 +253,27 @@ def sm90_us(g: Geometry) -> float:
     first = (own_window if march else window) * row_bytes + g.stage_bytes
     total = _soft_max(-(-items // MULTIPROCESSORS) * item, max(1, items / MULTIPROCESSORS) * memory)
     return (total + _LATENCY + first / device_bytes) / CYCLES_PER_US + before
+
+
+def planes_us(g: PlaneGeometry) -> float:
+    """Microseconds of the depthwise kernel on planes and of the launch before it, in front of another kernel."""
+    p = g.problem
+    tiles = g.groups * g.tiles
+    per_block = -(-tiles // min(tiles, MULTIPROCESSORS))
+    # Of a tile: MMAs and what lanes do with outputs, on 4 schedulers; what is read for the MMAs. Eight warps hide less.
+    lanes = 2 * g.schedule.plane_rows * (14 + _ACTIVATION[p.mid_activation])
+    work = g.channels / 4 * (_PLANE_MMA * g.mmas + lanes) + _PLANE_WAVEFRONT * g.channels * g.wavefronts + _PLANE_TILE
+    tile = work * (_FEW_WARPS if g.channels == 8 else 1)
+    if g.slots == g.window:  # the next tile's rows come when this one is done
+        tile += _LATENCY
+    down = -(-g.rows // g.schedule.plane_rows)
+    strips = -(-per_block // down)
+    strip = _LATENCY + g.window * g.slot_bytes / _L2_BYTES
+    planes, outputs = p.c * p.n * p.h * g.pitch * 2, p.n * p.c * p.p * p.q * 2
+    device = _DEVICE_BYTES * MULTIPROCESSORS
+    packing = (p.n * p.c * p.h * p.w * 2 + planes) / device
+    busy = max(per_block * tile + strips * strip, (planes + outputs) / device)
+    return (busy + packing) / CYCLES_PER_US + PACKING_US
 
 
 def portable_us(g: Geometry, arch: str) -> float:

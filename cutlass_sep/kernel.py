@@ -22,6 +22,7 @@ from . import toolchain
 from .block_schedule import FUSED_CHUNK, BlockSchedule, FusedGeometry
 from .compiler import Cubin, build, discard
 from .errors import EnvironmentProblem
+from .planes import PlaneGeometry
 from .planner import Plan, plan
 from .problem import DTYPES, Problem, SeparableBlock1dProblem
 from .schedule import Geometry, Schedule
@@ -80,7 +81,7 @@ class _Module:
             self.mains = [self._kernel(stage.name) for stage in stages]
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             for main, stage in zip(self.mains, stages, strict=True):
-                shared_bytes = stage.geometry.shared_bytes
+                shared_bytes = stage.shared_bytes
                 _checked(
                     driver.cuKernelSetAttribute(attribute, shared_bytes, main, driver.CUdevice(device)),
                     f"reserving {shared_bytes} bytes of shared memory",
@@ -160,6 +161,11 @@ class Stage(ABC):
         """Whether pack_weights packs weights for this kernel, at the workspace of its Arguments, which else is null."""
         return self.geometry.pack_blocks > 0
 
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.geometry.shared_bytes
+
     @abstractmethod
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(grid x, y, z, block x, y, z, shared bytes) of a launch, and the ints of Arguments."""
@@ -219,6 +225,38 @@ class SeparableStage(Stage):
         if g.turned:
             return [TensorMap(_X, x, (64, 1, 64, 1), 128), y, TensorMap(_X, x, (8, 1, 64, 1), 0)]
         return [TensorMap(_X, x, (g.columns, 1, g.schedule.slot_channels, 1), 0), y]
+
+
+class PlaneStage(Stage):
+    """The depthwise kernel of large kernels, on planes of x that the launch before leaves in the workspace."""
+
+    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        g, p = self.geometry, self.geometry.problem
+        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, 0)  # a work item has no steps
+        return (min(g.groups * g.tiles, processors), 1, 1, g.threads, 1, 1, g.shared_bytes), scalars
+
+    def _tensor_maps(self) -> list[TensorMap]:
+        g, p = self.geometry, self.geometry.problem
+        images, rows = (1, p.n * p.h) if g.one_row else (p.n, p.h)
+        # Column, image, row, channel: as a window lies in shared memory.
+        extents, strides = (p.w + g.shift, images, rows, p.c), ((p.h, g.pitch), (g.pitch,), (p.n, p.h, g.pitch))
+        box = (g.window_columns, g.tile_images, g.schedule.plane_rows, g.channels)
+        return [TensorMap(_WORKSPACE, extents, box, 0, strides, offset=g.plane_offset)]
+
+
+class MendStage(Stage):
+    """The kernel that makes pixels anew whose depthwise outputs fp16 does not hold; most often it finds none."""
+
+    packs = False
+    shared_bytes = 0
+
+    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        g, p = self.geometry, self.geometry.problem
+        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, 0)
+        return (min(p.n * p.p * p.q, processors), 1, 1, g.threads, 1, 1, 0), scalars
+
+    def _tensor_maps(self) -> list[TensorMap]:
+        return []
 
 
 class FusedStage(Stage):
@@ -291,7 +329,7 @@ class _Launcher:
         launches = list(zip(module.mains, shapes, stage_parameters, strict=True))
         # pack_weights comes first and takes the Arguments of all stages for which it packs.
         if packed := [own[0] for own, stage in zip(stage_parameters, stages, strict=True) if stage.packs]:
-            blocks = sum(stage.geometry.pack_blocks for stage in stages)
+            blocks = sum(stage.geometry.pack_blocks for stage in stages if stage.packs)
             launches.insert(0, (module.pack, (blocks, 1, 1, PACK_THREADS, 1, 1, 0), packed))
         # Behind them a frame lists the addresses of those of each launch.
         self._parameters = [parameter for *_, own in launches for parameter in own]
@@ -364,7 +402,8 @@ class Kernel:
     def __init__(self, problem: Problem, schedule: Schedule | BlockSchedule, arch: str):
         self.problem, self.schedule, self.arch = problem, schedule, arch
         self.stages = self._stages()
-        workspace_bytes = self._unpacked_bytes + sum(stage.geometry.workspace_bytes for stage in self.stages)
+        packed = sum(stage.geometry.workspace_bytes for stage in self.stages if stage.packs)
+        workspace_bytes = self._unpacked_bytes + packed
         self._workspace_elements = -(-workspace_bytes // problem.element_size)
         self._launchers: dict[int, _Launcher] = {}
         self._source: str | None = None
@@ -392,15 +431,34 @@ class Kernel:
         layout = "nhwc" if p.layout == "channels_last" else "nchw"
         return f"dwsep2d-{self.schedule.path}-{p.dtype}-{layout}-c{p.c}-o{p.o}-k{p.kernel[0]}x{p.kernel[1]}"
 
-    #: Bytes of the workspace before the packed weights: what the kernels of a call leave for each other.
-    _unpacked_bytes = 0
+    @property
+    def _unpacked_bytes(self) -> int:
+        """Bytes of the workspace before the packed weights: what the kernels of a call leave for each other."""
+        return self.stages[0].geometry.outputs_bytes if len(self.stages) > 1 else 0
 
     def _stages(self) -> list[Stage]:
-        return [SeparableStage("separable2d", Geometry(self.problem, self.schedule))]
+        p, s = self.problem, self.schedule
+        if s.plane_rows:
+            planes = PlaneGeometry(p, s)
+            pointwise = SeparableStage("pointwise", Geometry(p.pointwise, s.pointwise))
+            mend = [MendStage("mend_outputs", planes)] if p.dtype == "float16" else []
+            return [PlaneStage("depthwise", planes), pointwise, *mend]
+        return [SeparableStage("separable2d", Geometry(p, s))]
 
     def _pointers(self, *addresses: int) -> list[tuple[int, ...]]:
         """The ten pointers of Arguments for each stage, of the op's tensors in its order, y, workspace (0 for None)."""
-        return [(*addresses, 0, 0, 0)]
+        if len(self.stages) == 1:
+            return [(*addresses, 0, 0, 0)]
+        *tensors, y, outputs = addresses
+        _, _, pw_weight, _, pw_bias = tensors
+        planes = outputs + self._unpacked_bytes
+        packed = planes + self.stages[0].geometry.workspace_bytes if self.stages[1].packs else 0
+        pointers = [
+            (*tensors, outputs, planes, 0, 0, 0),
+            (outputs, 0, pw_weight, 0, pw_bias, y, packed, 0, 0, 0),
+            (*tensors, y, planes, outputs, 0, 0),
+        ]
+        return pointers[: len(self.stages)]
 
     def load(self, device: int) -> None:
         """Build (or fetch from disk) and load for CUDA device `device`."""

@@ -152,6 +152,18 @@ class SeparableConv2dProblem(Problem):
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.n, self.o, self.p, self.q
 
+    @cached_property
+    def pointwise(self) -> SeparableConv2dProblem:
+        """The pointwise convolution alone, on the depthwise outputs: maps of one row of all pixels, of all images where
+        those lie side by side.
+        """
+        n, w = (1, self.n * self.map_pixels) if self.layout == "channels_last" else (self.n, self.map_pixels)
+        alone = replace(
+            self, n=n, h=1, w=w, kernel=(1, 1), stride=(1, 1), padding=Pads(0, 0, 0, 0), dilation=(1, 1), dw_bias=False,
+            mid_activation=None, depthwise=False,
+        )  # fmt: skip
+        return alone.with_alignment(self.alignment)
+
     @property
     def pitches(self) -> tuple[int, int]:
         return (self.c, self.o) if self.layout == "channels_last" else (self.w, self.q)

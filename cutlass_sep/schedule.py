@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
 from . import estimate as estimates
+from . import planes
+from .planes import PlaneGeometry
 from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ RUNS_FILL = 1.1
 MOST_TAPS = 64
 #: sm90: taps that the unrolled depthwise stage on tensor cores takes.
 MOST_DIAGONAL_TAPS = 128
+#: sm90: taps from which a depthwise kernel on planes is proposed, its tiles and pointwise kernels behind it.
+LEAST_PLANE_TAPS, PLANE_TILES, PLANE_POINTWISE = 33, 2, 2
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules a layer's calls choose from: those BUILDS of them
@@ -104,6 +108,15 @@ class Schedule:
     mma_q: int = 0  # sm90: columns of a 16-pixel block whose depthwise outputs are made by mma.sync; 0: by fp32 FMA
     packs_taps: bool = False  # sm90, mma_q: tables of taps come from a launch before, not from warps in each pass
     run_window: int = 0  # sm90: pixels of x in a ring slot, if tiles are runs of the map's pixels over its rows' ends
+    # sm90: rows and columns of outputs that a tile of a depthwise kernel on planes of x has (planes.py); then all that
+    # stands above is of a pointwise kernel behind it. 0: one kernel.
+    plane_rows: int = 0
+    plane_columns: int = 0
+
+    @property
+    def pointwise(self) -> Schedule:
+        """That of the pointwise kernel behind a depthwise one on planes."""
+        return replace(self, plane_rows=0, plane_columns=0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,6 +134,8 @@ class Schedule:
         """This schedule as CUTLASS describes it, for `problem`'s data type."""
         from cutlass_library import TileDescription
 
+        if self.plane_rows:
+            return self.pointwise.tile_description(problem.pointwise)
         geometry = Geometry(problem, self)
         pixel_warpgroups = 1 if self.split_channels else self.warpgroups
         minimum, maximum = (90, 90) if self.path == "sm90" else (80, 1024)
@@ -612,6 +627,10 @@ def check(
         return Support(False, reason)
     if (reason := _out_of_reach(problem, schedule.path, arch, rows)) is not None:
         return Support(False, reason)
+    if schedule.plane_rows:
+        if (reason := _no_planes(problem, schedule)) is not None:
+            return Support(False, f"plane_rows={schedule.plane_rows}: {reason}")
+        return check(problem.pointwise, schedule.pointwise, arch, rows)
     geometry = Geometry(problem, schedule)
     if schedule.slot_channels * problem.element_size % 128:
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")
@@ -656,6 +675,36 @@ def check(
     if geometry.shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{geometry.shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")
     return Support(True)
+
+
+def _no_planes(problem: SeparableConv2dProblem, schedule: Schedule) -> str | None:
+    """Why the depthwise outputs cannot be made on planes of x, or None."""
+    p, g = problem, PlaneGeometry(problem, schedule)
+    if p.element_size != 2:
+        return f"mma.sync reads 16-bit tensors, not {p.dtype}"
+    if not p.depthwise or p.residual:
+        return "planes are for a depthwise convolution and no residual"
+    if p.stride != (1, 1):
+        return f"planes are for stride 1, not {p.stride}"
+    if p.dilation[0] != 1 and not g.one_row:
+        return f"planes are for rows of taps side by side, not dilation {p.dilation}"
+    if g.one_row and p.padding[:2] != (0, 0):
+        return f"rows of all images are one image's: no padding of {p.padding[:2]} rows"
+    if g.one_row and schedule.plane_columns != 64:
+        return f"plane_columns={schedule.plane_columns} must be 64 where rows of all images are one image's"
+    if p.c % 8:
+        return f"channels are taken 8 at a time, not {p.c}"
+    if g.window_columns > planes.MOST_BOX:
+        return f"windows of {g.window_columns} columns exceed TMA's box of {planes.MOST_BOX}"
+    if g.registers > (most := planes.REGISTERS[g.channels]):
+        return f"about {g.registers} registers a thread for matrices and sums, {most} at hand"
+    if g.mmas > planes.MOST_MMAS:
+        return f"{g.mmas} MMAs of a tile are unrolled, at most {planes.MOST_MMAS}"
+    if g.shared_bytes > (at_hand := archs.SHARED_BYTES["sm_90a"]):
+        return f"{g.shared_bytes} bytes of shared memory, {at_hand} at hand"
+    if max(g.workspace_bytes // 16, g.pack_blocks, g.groups * g.tiles) >= MOST_ITEMS or g.plane_offset >= 2**31:
+        return "kernels count in 32 bits"
+    return None
 
 
 def _no_diagonals(geometry: Geometry) -> str | None:
@@ -732,6 +781,11 @@ def _malformed(schedule: Schedule) -> str | None:
         return f"warps_q={schedule.warps_q} must be 1, 2 or 4"
     if type(schedule.mma_q) is not int or schedule.mma_q not in (0, 8, 16):
         return f"mma_q={schedule.mma_q!r} must be 0, 8 or 16"
+    for name, allowed in (("plane_rows", range(0, 17, 2)), ("plane_columns", (0, 8, 16, 32, 64))):
+        if type(getattr(schedule, name)) is not int or getattr(schedule, name) not in allowed:
+            return f"{name}={getattr(schedule, name)!r} must be one of {', '.join(map(str, allowed))}"
+    if (schedule.plane_rows > 0) != (schedule.plane_columns > 0):
+        return f"plane_rows={schedule.plane_rows} and plane_columns={schedule.plane_columns} are of the same tile"
     if type(schedule.run_window) is not int or schedule.run_window < 0 or schedule.run_window % 8:
         return f"run_window={schedule.run_window!r} must be a multiple of 8"
     if schedule.path == "portable":
@@ -744,6 +798,8 @@ def _malformed(schedule: Schedule) -> str | None:
                 return f"{name}={getattr(schedule, name)} must be 1: path portable has no rings"
         if schedule.packs_taps:
             return "packs_taps=True: on path portable all weights are packed"
+        if schedule.plane_rows:
+            return f"plane_rows={schedule.plane_rows} must be 0: on path portable one kernel runs a problem"
         if schedule.side_by_side or schedule.split_channels:
             name = "side_by_side" if schedule.side_by_side else "split_channels"
             return f"{name}=True: on path portable the warps' tiles are arranged by warps_q alone"
@@ -792,6 +848,7 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         for base, packs in itertools.product(_runs(problem, sorted(slots)), (False, True)):
             if not (_no_diagonals(geometry := Geometry(problem, base)) or _no_runs(geometry)):
                 yield from _with_rings(problem, replace(base, packs_taps=packs), arch)
+    yield from _planes(problem, arch)
     if problem.element_size == 2 and problem.layout == "contiguous":
         for base in _turned(problem, padded):
             if not _no_diagonals(Geometry(problem, base)):
@@ -815,6 +872,20 @@ def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedul
         window = next((size for size in RUN_WINDOWS if size >= pixels), None)
         if window is not None and geometry.registers <= geometry.consumer_registers:
             yield replace(base, run_window=window)
+
+
+def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """The best tiles of a depthwise kernel on planes, with the best pointwise kernels behind it."""
+    if problem.taps < LEAST_PLANE_TAPS or problem.element_size != 2:
+        return
+    columns = (
+        [64] if problem.kernel[0] == 1 else [size for size in (64, 32, 16, 8) if size < 2 * problem.q or size == 8]
+    )
+    tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=r, plane_columns=q) for q in columns for r in range(2, 17, 2))
+    made = [PlaneGeometry(problem, tile) for tile in tiles if _no_planes(problem, tile) is None]
+    pointwise = ranked(problem.pointwise, "sm90", arch)[:PLANE_POINTWISE] if made else ()
+    for g, behind in itertools.product(sorted(made, key=estimates.planes_us)[:PLANE_TILES], pointwise):
+        yield replace(behind, plane_rows=g.schedule.plane_rows, plane_columns=g.schedule.plane_columns)
 
 
 def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
@@ -967,6 +1038,9 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
 @lru_cache(maxsize=4096)
 def estimate(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
     """Estimated microseconds of a call on a large GPU: for choosing, not for predicting."""
+    if schedule.plane_rows:
+        pointwise = estimates.sm90_us(Geometry(problem.pointwise, schedule.pointwise))
+        return estimates.planes_us(PlaneGeometry(problem, schedule)) + pointwise
     if schedule.path == "sm90":
         return estimates.sm90_us(Geometry(problem, schedule))
     return estimates.portable_us(Geometry(problem, schedule), arch)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import kept
 from .block_schedule import BlockSchedule, FusedGeometry, FusedTile
+from .planes import PlaneGeometry
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 from .toolchain import version_of
@@ -156,6 +157,28 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
     }
 
 
+def _plane_kernel(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
+    """What a translation unit states of the depthwise kernel on planes."""
+    geometry = PlaneGeometry(problem, schedule)
+    stated = _kernel("depthwise", problem, schedule.pointwise)
+    names = (
+        "kChannelsLast", "kC", "kO", "kKernelH", "kKernelW", "kStrideH", "kStrideW", "kDilationH", "kDilationW",
+        "kDwBias", "kPwBias", "kDepthwise", "kResidual", "kFp16Range",
+    )  # fmt: skip
+    return stated | {
+        "constants": {name: stated["constants"][name] for name in names}
+        | {
+            "kTileOc": 8,  # output channels of a lane, where a pixel is made anew
+            "kPlaneRows": schedule.plane_rows,
+            "kPlaneColumns": schedule.plane_columns,
+            "kPlaneChannels": geometry.channels,
+            "kPlaneSlots": geometry.slots,
+            "kPlaneOffset": geometry.plane_offset,
+            "kSharedBytes": geometry.shared_bytes,
+        },
+    }
+
+
 def _two_kernels(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> list[dict[str, Any]]:
     expand = _kernel("expand", problem.expand, schedule.expand)
     project = _kernel("project", problem.project, schedule.project)
@@ -253,9 +276,13 @@ def render_anew(problem: Problem, schedule: Schedule | BlockSchedule, arch: str)
     if isinstance(schedule, BlockSchedule) and schedule.form == "fused":
         unit = _environment().get_template("block1d_sm90.cu.j2")
         return _inline(unit.render(title=heading, **_fused_unit(problem, schedule.tile)))
+    planes = None
     if isinstance(problem, SeparableBlock1dProblem):
         kernels = _two_kernels(problem, schedule)
+    elif schedule.plane_rows:
+        planes = _plane_kernel(problem, schedule)
+        kernels = [_kernel("pointwise", problem.pointwise, schedule.pointwise)]
     else:
         kernels = [_kernel("separable2d", problem, schedule)]
     unit = _environment().get_template(f"separable2d_{schedule.path}.cu.j2")
-    return _inline(unit.render(title=heading, kernels=kernels))
+    return _inline(unit.render(title=heading, kernels=kernels, planes=planes))

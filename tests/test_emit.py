@@ -31,7 +31,7 @@ import cutlass_sep
 from cutlass_sep import arch as archs
 from cutlass_sep import emit, kernel, operators, toolchain
 from cutlass_sep.block_schedule import BlockSchedule
-from cutlass_sep.schedule import Schedule
+from cutlass_sep.schedule import Schedule, ranked
 
 HERE = Path(__file__).parent
 FILES = ["check.py", "my_conv.cpp", "my_conv.cu", "my_conv.cubin", "my_conv.hpp"]
@@ -305,6 +305,33 @@ def test_the_host_launches_runs_of_pixels(tmp_path, driver, monkeypatch):
     assert "windows that do not fit into shared memory" in error
 
 
+@pytest.mark.parametrize(
+    "case, dtype, layout, tile",
+    [
+        (
+            Case(n=3, c=40, o=64, h=14, w=14, kernel=(27, 27), padding=(13, 13)),
+            torch.bfloat16,
+            "channels_last",
+            (14, 16),
+        ),
+        (Case(n=3, c=40, o=64, h=14, w=14, kernel=(27, 27), padding=(13, 13)), torch.float16, "channels_last", (4, 8)),
+        (Case(n=2, c=16, o=24, h=30, w=72, kernel=(13, 7), padding=(6, 3)), torch.bfloat16, "contiguous", (8, 64)),
+        (Case(n=5, c=24, o=16, h=1, w=96, kernel=(1, 51), padding=(0, 25)), torch.bfloat16, "channels_last", (4, 64)),
+    ],
+)
+def test_the_host_launches_a_depthwise_kernel_on_planes(case, dtype, layout, tile, tmp_path, driver, monkeypatch):
+    path = "sm90"
+    legal = make_op(case, dtype, layout, path).problem
+    base = next(iter(ranked(legal.pointwise, path, "sm_90a")))
+    op = make_op(case, dtype, layout, schedule=replace(base, plane_rows=tile[0], plane_columns=tile[1]))
+    names = [stage.name for stage in op.kernel.stages]
+    assert names == ["depthwise", "pointwise", "mend_outputs"][: 2 + (dtype == torch.float16)]
+    w, odd = legal.w, 8 if layout == "contiguous" else 3
+    compare_launches(
+        uncompiled(op), tmp_path, driver, monkeypatch, [(legal.n, legal.h, w), (1, legal.h, w + odd), (70, legal.h, w)]
+    )
+
+
 @pytest.mark.parametrize("mma_q", [0, 8])
 def test_a_kernel_without_a_workspace_gets_none(mma_q, tmp_path):
     """Nothing is allocated for it, not even an empty tensor."""
@@ -331,7 +358,7 @@ def compare_launches(op, folder, driver, monkeypatch, shapes=None):
     # The cubin is loaded between the first launch's workspace, if there is one, and its launch.
     load = [call["call"] for call in expected].count("allocate") // len(shapes)
     assert calls[load]["head"] == list(op.compile().cubin[:64])
-    reserved = [stage.geometry.shared_bytes for stage in op.kernel.stages]
+    reserved = [stage.shared_bytes for stage in op.kernel.stages]
     assert calls[load + 1 : load + 1 + len(reserved)] == [
         {"call": "reserve", "kernel": 1 + i, "bytes": size} for i, size in enumerate(reserved)
     ]

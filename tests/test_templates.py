@@ -23,6 +23,7 @@ from cutlass_sep.arch import ARCHS
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry
 from cutlass_sep.compiler import Cubin
 from cutlass_sep.errors import CompileError
+from cutlass_sep.planes import PlaneGeometry
 from cutlass_sep.planner import candidates
 from cutlass_sep.problem import ACTIVATIONS, Problem
 from cutlass_sep.schedule import Geometry, Schedule
@@ -217,12 +218,31 @@ class Build:
     @property
     def mains(self) -> set[str]:
         """Names of the main kernels."""
+        if self.planes:
+            return {"depthwise", "pointwise"} | ({"mend_outputs"} if self.kind == "fp16" else set())
         return {None: {"separable2d"}, "fused": {"block1d"}, "two_kernel": {"expand", "project"}}[self.form]
+
+    @property
+    def planes(self) -> bool:
+        """Whether the depthwise stage is a kernel of its own."""
+        return self.form is None and self.chosen.plane_rows > 0
+
+    def instructions(self, main: str) -> list[str]:
+        """The tensor instructions that a main kernel must have, and no others."""
+        gemm, depthwise = [MMA[self.path][self.operand]], DEPTHWISE_MMA.get(self.operand, [])
+        if self.planes:
+            odd = PlaneGeometry(self.problem, self.chosen).matrices % 2
+            return {"depthwise": depthwise[: 1 + odd], "pointwise": gemm, "mend_outputs": []}[main]
+        if main not in self.depthwise_by_mma:
+            return gemm
+        return gemm + (depthwise if self.form != "fused" else depthwise[:1])
 
     @property
     def depthwise_by_mma(self) -> set[str]:
         """Those of them whose depthwise stage is on tensor cores."""
         chosen = self.chosen
+        if self.planes:
+            return {"depthwise"}
         if self.form == "two_kernel":  # the first has none
             return {"project"} if chosen.project.mma_q else set()
         if self.form == "fused":
@@ -239,6 +259,8 @@ class Build:
         """Those of the main kernels that share registers out as the separable operator does."""
         if self.path != "sm90" or self.form == "fused":
             return {}
+        if self.planes:
+            return {"pointwise": Geometry(self.problem.pointwise, self.chosen.pointwise)}
         if not self.form:
             return {"separable2d": Geometry(self.problem, self.chosen)}
         parts = ("expand", "project")
@@ -246,7 +268,7 @@ class Build:
 
     @property
     def packs(self) -> bool:
-        """Whether a kernel in front packs weights, for any of the main ones."""
+        """Whether a kernel in front packs weights, for any of the main ones, or planes."""
         packing_none = [geometry for geometry in self.geometries.values() if not geometry.pack_blocks]
         return len(packing_none) < len(self.mains)
 
@@ -287,7 +309,13 @@ SM90 = [
     Build("sm_90a", "fp16", "channels_last", replace(BLOCK, c=256, o=512, h=28, w=28, stride=2), path="sm90"),
     Build("sm_90a", "fp16", "channels_last", replace(WIDE, kernel=(7, 7), padding=3), path="sm90"),
     Build("sm_90a", "bf16", "channels_last", replace(WIDE, c=1152, o=192, h=7, w=7), path="sm90"),
-    Build("sm_90a", "bf16", "channels_last", replace(LONG, w=840, kernel=(1, 63), padding=(0, 31)), path="sm90"),
+    Build(
+        "sm_90a",
+        "bf16",
+        "channels_last",
+        replace(LONG, w=840, kernel=(1, 25), dilation=1, padding=(0, 12)),
+        path="sm90",
+    ),
 ]
 #: Contiguous rows turned for tensor cores, as picked: marched and not, with as many sums as fit; and one and two blocks
 #: of either shape with one, two and three warpgroups.
@@ -301,6 +329,22 @@ TURNED = [
         ("fp16", replace(BLOCK, c=64), {}),
         ("bf16", replace(STRIDED, c=64, h=64, w=64), {"tile_oc": 32, "warpgroups": 1, "blocks": 1}),
         ("fp16", replace(WIDE, c=64, o=64, h=16, w=16), {"tile_oc": 64, "warpgroups": 3, "blocks": 1, "mma_q": 16}),
+    )
+]
+#: Large kernels, whose depthwise stage is a kernel of its own on planes, as picked: of one image side by side, of two
+#: and of four; in one row; contiguous.
+PLANES = [
+    Build("sm_90a", kind, layout, case, path="sm90")
+    for kind, layout, case in (
+        (
+            "bf16",
+            "channels_last",
+            Case(n=32, c=128, o=128, h=56, w=56, kernel=(31, 31), padding=15, mid_activation="relu"),
+        ),
+        ("fp16", "channels_last", Case(n=32, c=256, o=256, h=28, w=28, kernel=(29, 29), padding=14)),
+        ("bf16", "channels_last", Case(n=32, c=512, o=512, h=14, w=14, kernel=(27, 27), padding=13, dw_bias=True)),
+        ("bf16", "channels_last", replace(LONG, n=32, w=840)),
+        ("bf16", "contiguous", Case(n=8, c=96, o=96, h=40, w=72, kernel=(5, 51), padding=(2, 25))),
     )
 ]
 #: Windows of 176 positions.
@@ -399,7 +443,7 @@ def functions(text: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.parametrize("build", [*SM90, *TURNED, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
+@pytest.mark.parametrize("build", [*SM90, *TURNED, *PLANES, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
 def test_code(build: Build, tmp_path: Path):
     """Tensor instructions of the right kind and no other, no traps, no spilled registers, no serialised wgmma."""
     cubin = build.cubin()
@@ -408,9 +452,7 @@ def test_code(build: Build, tmp_path: Path):
     codes = functions(text)
     assert set(codes) == set(cubin.resources)
     for main in build.mains:
-        wanted = [MMA[build.path][build.operand]]
-        if main in build.depthwise_by_mma:
-            wanted += DEPTHWISE_MMA[build.operand] if build.form != "fused" else DEPTHWISE_MMA[build.operand][:1]
+        wanted = build.instructions(main)
         used = [line for line in codes[main].splitlines() if re.search(r"\bHG?MMA\b", line)]
         assert all(any(re.search(instruction, line) for line in used) for instruction in wanted)
         assert not [line for line in used if not any(re.search(instruction, line) for instruction in wanted)]
@@ -420,7 +462,7 @@ def test_code(build: Build, tmp_path: Path):
     spills = {name: used.spill_bytes for name, used in cubin.resources.items()}
     assert spills.pop("block1d", 0) <= FUSED_SPILLS
     for main in build.depthwise_by_mma - {"block1d"}:
-        turned = build.form is None and build.geometries[main].turned
+        turned = main in build.geometries and build.geometries[main].turned
         assert spills.pop(main) <= (TURNED_SPILLS if turned else DIAGONAL_SPILLS)
     assert not any(spills.values()), spills
     # setmaxnreg: the warps of a block ask for as many registers as the schedule says, and the launch gives them.
@@ -450,10 +492,21 @@ def test_code(build: Build, tmp_path: Path):
             assert "STG.E.128" in text
 
 
+def test_forms_of_the_depthwise_kernel_on_planes():
+    """The sample above holds those that differ in code."""
+    made = [PlaneGeometry(build.problem, build.chosen) for build in PLANES]
+    assert all(build.planes for build in PLANES)
+    assert {(g.one_row, g.tile_images > 1, g.channels) for g in made} >= {
+        (False, False, 16),
+        (False, True, 8),
+        (True, False, 16),
+    }
+
+
 def test_forms_of_the_sm90_kernel():
     """The sample above holds the depthwise stage by FMA and on tensor cores; rows, windows and split channels there."""
     chosen = [(build.problem, build.chosen) for build in SM90]
-    forms = {(s.mma_q, s.split_channels, Geometry(p, s).march) for p, s in chosen if s.mma_q}
+    forms = {(s.mma_q, s.split_channels, Geometry(p, s).march) for p, s in chosen if s.mma_q and not s.plane_rows}
     assert forms >= {(8, False, True), (8, False, False), (8, True, False), (16, False, False)}
     assert any(not s.mma_q for _, s in chosen)
 
