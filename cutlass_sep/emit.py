@@ -188,7 +188,7 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
 
 
 def _plane_stages(op: Operation, weights: list[str]) -> list[dict[str, Any]]:
-    """Those of a depthwise kernel on planes: the workspace has its outputs, the taps and planes, then packed weights."""
+    """Those of a depthwise kernel on planes: the workspace has outputs, taps and planes, then packed weights."""
     depthwise, pointwise, *mend = op.kernel.stages
     g, p = depthwise.geometry, op.problem
     planes, (_, pw_weight, _, pw_bias) = f"unpacked + {_plane_outputs(p)}", weights
