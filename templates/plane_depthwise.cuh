@@ -1,13 +1,12 @@
 // The depthwise stage of large kernels, a kernel of its own: mma.sync with Toeplitz matrices of the taps, on planes of 16-bit values.
 //
 // One channel, a row of taps: A[m][k] = x[8m + k], of eight blocks m of 8 output columns, whose 8 x 8 matrices lie side by side in a plane; B[k][n] =
-// tap[k - n], so that D[m][n] is output 8m + n. An MMA has two rows of outputs, and a matrix of x serves every row of outputs and of taps that reaches
-// it: for a tile of kPlaneRows rows each is loaded once. A warp has a channel. Where blocks of one image are fewer than 8, the others are of further
-// images.
+// tap[k - n], so that D[m][n] is output 8m + n. An MMA has two rows of x and of outputs, and what is loaded of two rows serves every row of outputs
+// that they reach. A warp has a channel. Where a tile has fewer than 8 blocks of an image, the others are of further images.
 //
-// Planes lie in the workspace, which the launch before fills (pack_planes): behind the tables of taps, [channel][image][row][column] with
-// `shift` zeros before a row's first pixel, by which TMA's windows start on 16 bytes. Zero fill is the rest of the padding. Outputs go to `args.y`, the
-// x of the pointwise kernel. A kernel of one row of taps takes all rows of all images as one image's.
+// Planes lie in the workspace, which the launch before fills (pack_planes): behind the tables of taps, [channel][image][row][column] with `shift`
+// zeros before a row's first pixel, by which TMA's windows start on 16 bytes. Zero fill is the rest of the padding. Outputs go to `args.y`, the x of
+// the pointwise kernel. A kernel of one row of taps takes all rows of all images as one image's.
 //
 // A block keeps the taps of kPlaneChannels channels and marches down strips of their maps, a tile at a time, with the rows of x in a ring: each comes
 // once for all tiles of a strip. What it writes of a pixel is then at least a sector of 32 bytes, unless shared memory holds but 8 channels.
@@ -28,8 +27,7 @@ struct PlaneLayout {
   /// Matrices that the taps of a row reach, from the first column of a block on.
   static constexpr int kReach = (Config::kKernelW - 1) * Config::kDilationW + 1, kMatrices = ceil_div(kReach + 7, 8);
   /// A slot of the ring has kP rows of x, a window so many slots: [channel][row][image][16 bytes]. The rows of a matrix are in banks of their own.
-  static constexpr int kLeastUnits = kBlocks + kMatrices - 1;
-  static constexpr int kUnits = kImages == 1 ? kLeastUnits : round_up(kLeastUnits - kBlocks, 2 * kBlocks) + kBlocks;
+  static constexpr int kHalo = kMatrices - 1, kUnits = kBlocks + (kImages == 1 ? kHalo : round_up(kHalo, 2 * kBlocks));
   static constexpr int kWindow = ceil_div(kP + Config::kKernelH - 1, kP), kSlots = Config::kPlaneSlots;
   static constexpr int kRowBytes = kImages * kUnits * 16, kChannelBytes = kP * kRowBytes, kSlotBytes = kChannels * kChannelBytes;
   static_assert(kSlots >= kWindow && kSlotBytes % 128 == 0);
@@ -75,9 +73,9 @@ struct PlaneTile {
 template <class Config>
 struct PlaneLoads {
   using L = PlaneLayout<Config>;
-  int index, end;           // tile
-  int slots = 0;            // that the tile's strip has been asked for before, 0 for the first tile
-  int asked = 0, free = L::kSlots;
+  int index, end;  // tile
+  int slots = 0;   // of its window that have been asked for
+  int free = L::kSlots;
   RingCursor<L::kSlots> ring;
 
   CUTLASS_DEVICE PlaneLoads(int first, int last) : index(first), end(last) {}
@@ -136,7 +134,7 @@ struct PlaneDepthwise {
       if (i >= kPairs) return;
       int const in_slot = i % L::kP;
       int own = slot[i / L::kP] + next * L::kRowBytes;
-      if (in_slot == L::kP - 1) own = next ? slot[(i + 1) / L::kP % L::kWindow] - in_slot * L::kRowBytes : own;
+      if (in_slot == L::kP - 1) own = next ? slot[(i + 1) / L::kP] - in_slot * L::kRowBytes : own;
       load(a[i / kStep % (1 + kAhead)], ring + own + in_slot * L::kRowBytes);
     };
     auto const fetch_taps = [&](int r) {
@@ -164,8 +162,8 @@ struct PlaneDepthwise {
           float(&d)[4] = value[j];
           uint32_t const* const q = a[i / kStep % (1 + kAhead)] + 2 * k;
           uint32_t const(&t)[L::kMatrices] = b[r % L::kP];
-          if (k + 1 < L::kMatrices) Config::DepthwiseAtom::fma(d[0], d[1], d[2], d[3], q[0], q[1], q[2], q[3], t[k], t[(k + 1) % L::kMatrices], d[0], d[1], d[2], d[3]);
-          else Config::DepthwiseTailAtom::fma(d[0], d[1], d[2], d[3], q[0], q[1], t[k], d[0], d[1], d[2], d[3]);
+          if (k + 1 == L::kMatrices) Config::DepthwiseTailAtom::fma(d[0], d[1], d[2], d[3], q[0], q[1], t[k], d[0], d[1], d[2], d[3]);
+          else Config::DepthwiseAtom::fma(d[0], d[1], d[2], d[3], q[0], q[1], q[2], q[3], t[k], t[k + 1], d[0], d[1], d[2], d[3]);
         }
     }
   }
@@ -206,10 +204,10 @@ template <class Config>
 CUTLASS_DEVICE void store_planes(Arguments const& args, PlaneTile<Config> const& tile, char const* staging, int warp, int lane) {
   using L = PlaneLayout<Config>;
   using Element = typename L::Element;
-  // A matrix has 8 channels and 8 columns and comes transposed: lane (g, t) gets the channels in rows 2t and 2t + 1 of column g. Which channels its rows
-  // are is free: such that a lane's of all groups of 8 lie side by side.
-  constexpr int kDeep = L::kChannels / 8, kAtOnce = 4 / kDeep;  // matrices of a block of 8 pixels; blocks of a load
-  constexpr int kOwn = L::kP / kDeep;                            // blocks of a warp
+  // A matrix has 8 channels and 8 columns and comes transposed: lane (g, t) gets the channels in rows 2t and 2t + 1 of column g. Which channels its
+  // rows are is free: such that a lane's of all groups of 8 lie side by side.
+  constexpr int kDeep = L::kChannels / 8, kAtOnce = 4 / kDeep;  // matrices of a block of 8 columns; blocks of a load
+  constexpr int kOwn = L::kP / kDeep;                           // blocks of a warp
   static_assert(kDeep <= 2);
   int const g = lane / 4, t = lane % 4;
   int const channel = lane % 8 / 2 * 2 * kDeep + lane / 8 % kDeep * 2 + lane % 2;
@@ -380,7 +378,7 @@ CUTLASS_DEVICE void pack_planes(Arguments const& args, int block) {
   if constexpr (Config::kChannelsLast) {
     // 64 channels of 64 columns of a row, turned in shared memory.
     constexpr int kPitch = 66;  // by which 8 channels and 4 columns are in banks of their own
-    __shared__ uint16_t turned[64 * kPitch];
+    __shared__ alignas(4) uint16_t turned[64 * kPitch];
     int const channel_tiles = ceil_div(Config::kC, 64);
     int const c = block % channel_tiles * 64, tile = block / channel_tiles % ceil_div(units, 8), row = block / channel_tiles / ceil_div(units, 8);
     CUTLASS_PRAGMA_UNROLL
