@@ -1000,9 +1000,9 @@ def kept_first(problem: Problem, sizes: list, rankings: list, arch: str, check: 
     """
     found = dict.fromkeys(itertools.chain.from_iterable(rankings))
     legal = {schedule for schedule in found if check(problem, schedule, arch)}
-    firsts = (next((schedule for schedule in ranking if schedule in legal), None) for ranking in rankings)
-    best = tuple(dict.fromkeys(schedule for schedule in firsts if schedule is not None))
-    kept = _lose_least(best, tuple(sizes), BUILDS[problem.layout], arch, check, estimate)
+    best = tuple(dict.fromkeys(ranking[0] for ranking in rankings if ranking))
+    # Chosen without a look at this size, so that all sizes of a layer keep the same.
+    kept = [s for s in _lose_least(best, tuple(sizes), BUILDS[problem.layout], arch, check, estimate) if s in legal]
     rest = [schedule for schedule in found if schedule in legal and schedule not in kept]
     estimated = lambda schedule: estimate(problem, schedule, arch)  # noqa: E731
     return preferred(kept, estimated) + preferred(rest, estimated)
