@@ -26,7 +26,7 @@ def depthwise_separable_conv2d(
     activation: str | None = None,
     fp32_precision: str = "ieee",
 ) -> Tensor:
-    """activation(pointwise(mid_activation(depthwise(x)))), one kernel on a GPU.
+    """activation(pointwise(mid_activation(depthwise(x)))), one kernel on a GPU; two where 16-bit kernels are large.
 
     Args:
         x: [N,C,H,W] or [C,H,W]; float32, float16, bfloat16 (kernels), float64 (ATen). Any strides: x that is neither

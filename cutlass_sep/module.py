@@ -60,7 +60,7 @@ class SeparableModule(nn.Module, ABC):
 
 
 class DepthwiseSeparableConv2d(SeparableModule):
-    """`pointwise(mid_activation(depthwise(x)))` with an activation behind it, as one kernel on a GPU.
+    """`pointwise(mid_activation(depthwise(x)))` with an activation behind it, as at most two kernels on a GPU.
 
     The children `depthwise` and `pointwise` are nn.Conv2d and hold the parameters: depthwise.weight [C,1,kh,kw],
     pointwise.weight [O,C,1,1] and, with `bias`, depthwise.bias [C], pointwise.bias [O]. They are read at each call. If
