@@ -35,12 +35,13 @@ from planner import GOOD, left_out  # noqa: E402
 from cutlass_sep import estimate, planner  # noqa: E402
 from cutlass_sep.bench import inputs, results  # noqa: E402
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry, FusedTile  # noqa: E402
+from cutlass_sep.planes import PlaneGeometry  # noqa: E402
 from cutlass_sep.problem import Problem  # noqa: E402
 from cutlass_sep.schedule import PORTABLE_MARGIN, Geometry, Schedule  # noqa: E402
 
 ARCH = "sm_90a"
 #: What is fitted for each kind of kernel; constants that hold by arithmetic or by a measurement of their own are not.
-#: "diagonal" is path sm90 with the depthwise stage on tensor cores.
+#: "diagonal" is path sm90 with the depthwise stage on tensor cores; "planes" where that is a kernel of its own.
 CONSTANTS = {
     "sm90": (
         "_RUN", "_LATENCY", "_COPY", "_ROW", "_ITEM", "_STAGE", "_WAIT", "_STEP", "_MMA_WAIT", "_WAVEFRONT",
@@ -48,11 +49,12 @@ CONSTANTS = {
     ),
     "diagonal": ("_MARCH", "_SPLIT"),
     "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
+    "planes": ("_PLANE_MMA", "_PLANE_WAVEFRONT", "_PLANE_TILE", "_FEW_WARPS"),
     "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
     "fused fp32": ("_FUSED_FMA", "_FUSED_TAP", "_FUSED_OUTPUT"),
 }  # fmt: skip
 #: Kinds whose constants are fitted together.
-TOGETHER = (("sm90", "diagonal"), ("portable",), ("fused",), ("fused fp32",))
+TOGETHER = (("sm90", "diagonal"), ("portable",), ("planes",), ("fused",), ("fused fp32",))
 #: An error of this size, in its logarithm, is where outliers begin: they count in proportion, not squared.
 _SMALL = 0.05
 #: Share of an estimate's own error beside that of its order among a case's, which decides what is picked.
@@ -125,6 +127,10 @@ def _estimate(problem: Problem, schedule: Schedule | BlockSchedule, *, packed: b
 
     packed: whether a launch packs the weights of kernels that no longer need that.
     """
+    if isinstance(schedule, Schedule) and schedule.plane_rows:
+        planes = PlaneGeometry(problem, schedule)
+        pointwise = _of_geometry(Geometry(problem.pointwise, schedule.pointwise), packed)
+        return "planes", lambda: estimate.planes_us(planes) + pointwise()
     if isinstance(schedule, Schedule):
         return _kind(schedule), _of_geometry(Geometry(problem, schedule), packed)
     if schedule.form == "fused":

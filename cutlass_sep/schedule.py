@@ -875,7 +875,7 @@ def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedul
 
 
 def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
-    """The best tiles of a depthwise kernel on planes, with the best pointwise kernels behind it."""
+    """The best tiles of a depthwise kernel on planes, of equal ones the widest, and the best pointwise kernels behind."""
     if problem.taps < LEAST_PLANE_TAPS or problem.element_size != 2:
         return
     columns = (
@@ -884,7 +884,8 @@ def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=r, plane_columns=q) for q in columns for r in range(2, 17, 2))
     made = [PlaneGeometry(problem, tile) for tile in tiles if _no_planes(problem, tile) is None]
     pointwise = ranked(problem.pointwise, "sm90", arch)[:PLANE_POINTWISE] if made else ()
-    for g, behind in itertools.product(sorted(made, key=estimates.planes_us)[:PLANE_TILES], pointwise):
+    best = sorted(made, key=lambda g: (estimates.planes_us(g), -g.schedule.plane_columns))[:PLANE_TILES]
+    for g, behind in itertools.product(best, pointwise):
         yield replace(behind, plane_rows=g.schedule.plane_rows, plane_columns=g.schedule.plane_columns)
 
 
