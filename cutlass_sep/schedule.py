@@ -875,7 +875,7 @@ def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedul
 
 
 def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
-    """The best tiles of a depthwise kernel on planes, of equal ones the widest, and the best pointwise kernels behind."""
+    """The best tiles of a depthwise kernel on planes, of equal ones the widest, with the best pointwise kernels."""
     if problem.taps < LEAST_PLANE_TAPS or problem.element_size != 2:
         return
     columns = (
