@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import arch as archs
 from . import estimate as estimates
 from . import schedule as separable
-from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import PATHS, Schedule, Support, round_up
 
 if TYPE_CHECKING:
@@ -446,7 +446,10 @@ def for_size(
 
 
 def _two_kernel(problem: SeparableBlock1dProblem, path: str, arch: str) -> list[BlockSchedule]:
-    expands, projects = (separable.ranked(half, path, arch)[:_EACH] for half in (problem.expand, problem.project))
+    def best(half: SeparableConv2dProblem) -> list[Schedule]:
+        return [schedule for schedule in separable.ranked(half, path, arch) if not schedule.plane_rows][:_EACH]
+
+    expands, projects = best(problem.expand), best(problem.project)
     return [BlockSchedule("two_kernel", path, expand, project) for project in projects for expand in expands]
 
 

@@ -568,7 +568,7 @@ def _choice(built: Operation) -> str:
     """Path, form and what makes the depthwise outputs, for a reader."""
     last = getattr(built.schedule, "project", None) or built.schedule
     fused = built.form == "fused" and built.problem.fp32_precision != "ieee"
-    on_tensor_cores = fused or bool(getattr(last, "mma_q", 0))
+    on_tensor_cores = fused or bool(getattr(last, "mma_q", 0) or getattr(last, "plane_rows", 0))
     form = f", form {built.form}" if built.form else ""
     return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}"
 
@@ -584,7 +584,7 @@ def _compile(built: Operation, output: Output) -> dict[str, Any]:
     table = [(name, used.registers, used.shared_bytes, used.spill_bytes) for name, used in cubin.resources.items()]
     output.table("resources", ("kernel", "registers", "static shared bytes", "spill bytes"), table)
     for stage in kernel.stages:
-        threads, shared_bytes = stage.geometry.threads, stage.geometry.shared_bytes
+        threads, shared_bytes = stage.geometry.threads, stage.shared_bytes
         output.say(f"a block of kernel {stage.name} has {threads} threads, {shared_bytes} bytes of shared memory")
     return {
         "cache_hit": cubin.cache_hit,
@@ -593,7 +593,7 @@ def _compile(built: Operation, output: Output) -> dict[str, Any]:
         "cubin_bytes": len(cubin.code),
         "nvrtc": str(toolchain.nvrtc()),
         "threads": max(stage.geometry.threads for stage in kernel.stages),
-        "shared_bytes": max(stage.geometry.shared_bytes for stage in kernel.stages),
+        "shared_bytes": max(stage.shared_bytes for stage in kernel.stages),
         "resources": {name: vars(used) for name, used in cubin.resources.items()},
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .problem import DTYPES
-from .schedule import LONG_ITEM, LONG_ITEM_PERCENT
+from .schedule import LONG_ITEM, LONG_ITEM_PERCENT, MAX_EXTENT
 
 if TYPE_CHECKING:
     from .kernel import Stage, TensorMap
@@ -142,6 +142,8 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "tma": path == "sm90",
         "alignment": alignment,
         "pack_threads": kernel.PACK_THREADS,
+        "planes": op.form is None and op.schedule.plane_rows > 0,
+        "most_pixels": MAX_EXTENT,
         "long_item": LONG_ITEM,
         "long_item_percent": LONG_ITEM_PERCENT,
         "product_error": product_error,

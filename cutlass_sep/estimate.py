@@ -259,7 +259,9 @@ def planes_us(g: PlaneGeometry) -> float:
     """Microseconds of the depthwise kernel on planes and of the launch before it, in front of another kernel."""
     p = g.problem
     tiles = g.groups * g.tiles
-    per_block = -(-tiles // min(tiles, MULTIPROCESSORS))
+    if tiles == 0:
+        return PACKING_US
+    per_block = -(-tiles // MULTIPROCESSORS)
     # Of a tile: MMAs and what lanes do with outputs, on 4 schedulers; what is read for the MMAs. Eight warps hide less.
     lanes = 2 * g.schedule.plane_rows * (14 + _ACTIVATION[p.mid_activation])
     work = g.channels / 4 * (_PLANE_MMA * g.mmas + lanes) + _PLANE_WAVEFRONT * g.channels * g.wavefronts + _PLANE_TILE

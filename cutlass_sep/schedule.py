@@ -574,7 +574,8 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[s
     archs.check(arch)
     if (reason := _out_of_reach(problem, path, arch, rows)) is not None:
         return Support(False, reason)
-    if path == "sm90" and not any(ranked(size, path, arch) for size in typical(problem)):
+    found = (schedule for size in typical(problem) for schedule in ranked(size, path, arch))
+    if path == "sm90" and not any(rows is None or not schedule.plane_rows for schedule in found):
         return Support(False, "no tile's window of x and weights fit into shared memory and registers")
     return Support(True)
 
@@ -628,9 +629,10 @@ def check(
     if (reason := _out_of_reach(problem, schedule.path, arch, rows)) is not None:
         return Support(False, reason)
     if schedule.plane_rows:
-        if (reason := _no_planes(problem, schedule)) is not None:
+        reason = _no_planes(problem, schedule) if rows is None else "a block has one kernel for each of its halves"
+        if reason is not None:
             return Support(False, f"plane_rows={schedule.plane_rows}: {reason}")
-        return check(problem.pointwise, schedule.pointwise, arch, rows)
+        return check(problem.pointwise, schedule.pointwise, arch)
     geometry = Geometry(problem, schedule)
     if schedule.slot_channels * problem.element_size % 128:
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")

@@ -327,9 +327,11 @@ def test_the_host_launches_a_depthwise_kernel_on_planes(case, dtype, layout, til
     names = [stage.name for stage in op.kernel.stages]
     assert names == ["depthwise", "pointwise", "mend_outputs"][: 2 + (dtype == torch.float16)]
     w, odd = legal.w, 8 if layout == "contiguous" else 3
-    compare_launches(
-        uncompiled(op), tmp_path, driver, monkeypatch, [(legal.n, legal.h, w), (1, legal.h, w + odd), (70, legal.h, w)]
-    )
+    sizes = [(legal.n, legal.h, w), (1, legal.h, w + odd), (70, legal.h, w)]
+    host = compare_launches(uncompiled(op), tmp_path, driver, monkeypatch, sizes)
+    # One row of pixels, as the pointwise kernel sees them, ends somewhere: here check() ends too.
+    calls, error = host.run((1, 2**15, 2**14))
+    assert "too many pixels" in error and not any(call["call"] == "launch" for call in calls)
 
 
 @pytest.mark.parametrize("mma_q", [0, 8])

@@ -7,11 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from block import Block
 from problems import problem_of
 from separable import Case
 
 from cutlass_sep import arch as archs
 from cutlass_sep import planes, planner
+from cutlass_sep.block_schedule import BlockSchedule
 from cutlass_sep.planes import PlaneGeometry
 from cutlass_sep.schedule import Schedule, candidates, check, for_size, ranked
 
@@ -124,6 +126,26 @@ def test_a_schedule_is_described_by_its_pointwise_kernel():
     tile, alone = (s.tile_description(p) for p, s in ((problem, schedule), (problem.pointwise, schedule.pointwise)))
     assert tile.threadblock_shape == alone.threadblock_shape and tile.stages == alone.stages
     assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
+@pytest.mark.parametrize("kernel", [33, 63, 99])
+def test_a_block_has_no_planes(kernel: int, layout: str):
+    """Its second half is a problem of the same kind, but one kernel."""
+    case = Block(n=8, c=256, e=512, l=840, kernel=kernel, residual=False)
+    problem = problem_of(case, "bf16", layout)
+    planned = planner.plan(problem, "sm_90a")
+    for schedule in [planned.schedule or planned.kernel, *planner.candidates(problem, "sm_90a")]:
+        assert schedule.project is None or not schedule.project.plane_rows
+        assert planner.rules(problem).check(problem, schedule, "sm_90a")
+    half = replace(ranked(problem.expand, "sm90", "sm_90a")[0], plane_rows=8, plane_columns=64)
+    refused = planner.rules(problem).check(problem, BlockSchedule("two_kernel", "sm90", half.pointwise, half), "sm_90a")
+    assert "kernel project: plane_rows=8: a block has one kernel for each of its halves" in refused.reason
+
+
+@pytest.mark.parametrize("case", [LARGE, LONG, replace(LARGE, kernel=(7, 7), padding=3)])
+def test_an_empty_batch_has_a_plan(case: Case):
+    assert planner.plan(problem_of(replace(case, n=0), "bf16", "channels_last"), "sm_90a").reason
 
 
 # ---- the ring: PlaneLoads and the loop over tiles in templates/plane_depthwise.cuh
