@@ -49,7 +49,7 @@ CONSTANTS = {
     ),
     "diagonal": ("_MARCH", "_SPLIT"),
     "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
-    "planes": ("_PLANE_MMA", "_PLANE_WAVEFRONT", "_PLANE_TILE", "_FEW_WARPS"),
+    "planes": ("_PLANE_MMA", "_PLANE_WAVEFRONT", "_PLANE_TILE", "_FEW_WARPS", "_PLANE_COPY"),
     "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
     "fused fp32": ("_FUSED_FMA", "_FUSED_TAP", "_FUSED_OUTPUT"),
 }  # fmt: skip

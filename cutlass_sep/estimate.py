@@ -59,8 +59,9 @@ _PORTABLE_STORES = 30.0
 #: portable: a warp's time alone over that among others; cycles of a chunk's barriers and first loads.
 _PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
 #: A depthwise kernel on planes, from eight shapes: cycles of an mma.sync of each scheduler, of a wavefront of shared
-#: memory and of a tile beside these; by how much it takes longer with 8 warps.
+#: memory and of a tile beside these; by how much it takes longer with 8 warps; cycles of a row that TMA copies.
 _PLANE_MMA, _PLANE_WAVEFRONT, _PLANE_TILE, _FEW_WARPS = 2.5, 0.8, 1300.0, 1.25
+_PLANE_COPY = 3.0
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
 _FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
 #: The same of fp32 tensors, from the lead shape and shapes around it: the depthwise stage by FMA (fixed, a tap); an
@@ -270,7 +271,8 @@ def planes_us(g: PlaneGeometry) -> float:
         tile += _LATENCY
     down = -(-g.rows // g.schedule.plane_rows)
     strips = -(-per_block // down)
-    strip = _LATENCY + g.window * g.slot_bytes / _L2_BYTES
+    copy = g.slot_bytes / _L2_BYTES + _PLANE_COPY * g.channels * g.schedule.plane_rows * g.tile_images
+    strip = _LATENCY + g.window * copy
     planes, outputs = p.c * p.n * p.h * g.pitch * 2, p.n * p.c * p.p * p.q * 2
     device = _DEVICE_BYTES * MULTIPROCESSORS
     packing = (p.n * p.c * p.h * p.w * 2 + planes) / device

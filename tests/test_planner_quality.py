@@ -47,7 +47,7 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
     """docs/performance.md states these; a change of the planner that makes them worse has to say so there."""
     left_out = quality.summary([pick for pick in found if pick.id in others])
     count, good, _, lost = left_out["bfloat16 channels_last"]
-    assert count == 28 and good >= 0.85 and lost <= 1.023
+    assert count == 28 and good >= 0.85 and lost <= 1.029
     count, good, _, lost = left_out["float32 ieee channels_last"]
     assert count == 28 and good >= 0.92 and lost <= 1.007
 
@@ -63,7 +63,7 @@ def trials() -> list[fitting.Trial]:
 def test_the_estimates_meet_the_times_they_were_fitted_to_and_others_alike(trials):
     """The constants of estimate.py are those of the fit: standard deviations that docs/performance.md states."""
     others = quality.left_out(trial.layer for trial in trials)
-    for kind, spread in (("sm90", 0.12), ("diagonal", 0.12), ("portable", 0.16), ("fused", 0.03)):
+    for kind, spread in (("sm90", 0.12), ("diagonal", 0.12), ("portable", 0.16), ("planes", 0.06), ("fused", 0.03)):
         for left_out in (False, True):
             errors = [t.error for t in trials if t.kind == kind and (t.layer in others) == left_out]
             assert len(errors) > 8 and abs(statistics.fmean(errors)) < 0.06
