@@ -62,6 +62,7 @@ UNITS = {
     "sm90": ("sm90",),
     "sm90-diagonal": ("sm90", "bf16", "channels_last", replace(LEAD, c=256)),
     "sm90-turned": ("sm90", "bf16", "contiguous", LEAD, "sm_90a", None, TURN),
+    "sm90-planes": ("sm90", "fp16", "channels_last", replace(LEAD, kernel=(31, 31), padding=15)),
     "portable": ("portable",),
     "fused": ("sm90", "bf16", "contiguous", LEAD_BLOCK, "sm_90a", "fused"),
     "two_kernel-sm90": ("sm90", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
@@ -180,6 +181,15 @@ def test_the_unit_asserts_what_schedule_counts(unit: str, constant: str):
     text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>1\g<2>;", rendered(*UNITS[unit]))
     assert count == 1
     with pytest.raises(CompileError, match=r"schedule\.py and the template disagree"):
+        compiler.build(text, "sm_90a", name="disagree")
+
+
+@pytest.mark.parametrize("constant", ["kSharedBytes", "kPlaneOffset", "kPlaneSlots"])
+def test_the_unit_asserts_what_planes_counts(constant: str):
+    """Its depthwise kernel comes first."""
+    text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>1\g<2>;", rendered(*UNITS["sm90-planes"]), count=1)
+    assert count == 1
+    with pytest.raises(CompileError, match=r"planes\.py and the template disagree"):
         compiler.build(text, "sm_90a", name="disagree")
 
 
