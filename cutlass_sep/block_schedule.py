@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from . import arch as archs
 from . import estimate as estimates
 from . import schedule as separable
-from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem, SeparableConv2dProblem
-from .schedule import PATHS, Schedule, Support, round_up
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, SeparableBlock1dProblem, SeparableConv2dProblem, round_up
+from .schedule import PATHS, Schedule, Support
 
 if TYPE_CHECKING:
     from cutlass_library import MathInstruction, TileDescription

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from . import arch as archs
-from .problem import SeparableConv2dProblem
+from .problem import SeparableConv2dProblem, round_up
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -70,7 +70,7 @@ class PlaneGeometry:
         """Columns of a row in the ring. Rows of further images start where the rows of a matrix are in other banks."""
         columns = self.schedule.plane_columns
         halo = 8 * (self.matrices - 1)
-        return columns + (halo if self.tile_images == 1 else _round_up(halo, 2 * columns))
+        return columns + (halo if self.tile_images == 1 else round_up(halo, 2 * columns))
 
     @property
     def mmas(self) -> int:
@@ -142,24 +142,24 @@ class PlaneGeometry:
     @property
     def pitch(self) -> int:
         """Columns of a row of a plane."""
-        return _round_up(self.problem.w + self.shift, 8)
+        return round_up(self.problem.w + self.shift, 8)
 
     @property
     def plane_offset(self) -> int:
         """Where planes start in the workspace, behind the taps and a flag."""
-        return _round_up(self.groups * self.channels * self.taps_bytes + 4, 256)
+        return round_up(self.groups * self.channels * self.taps_bytes + 4, 256)
 
     @property
     def workspace_bytes(self) -> int:
         """Taps and planes."""
         p = self.problem
-        return _round_up(self.plane_offset + p.c * p.n * p.h * self.pitch * 2, 256)
+        return round_up(self.plane_offset + p.c * p.n * p.h * self.pitch * 2, 256)
 
     @property
     def outputs_bytes(self) -> int:
         """Depthwise outputs."""
         p = self.problem
-        return _round_up(p.n * p.c * p.p * p.q * 2, 256)
+        return round_up(p.n * p.c * p.p * p.q * 2, 256)
 
     @property
     def pack_blocks(self) -> int:
@@ -179,7 +179,3 @@ class PlaneGeometry:
     @property
     def threads(self) -> int:
         return 32 * self.channels
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

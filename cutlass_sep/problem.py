@@ -418,6 +418,11 @@ def output_extent(size: int, pads: tuple[int, int], taps: int, stride: int, dila
     return (size + pads[0] + pads[1] - dilation * (taps - 1) - 1) // stride + 1
 
 
+def round_up(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is no less than `value`."""
+    return -(-value // unit) * unit
+
+
 def is_dense(x: torch.Tensor, spatial: int = 2) -> bool:
     """Whether kernels can read x where it lies: contiguous or channels_last-contiguous, batched or not."""
     return x.is_contiguous() or x.movedim(-spatial - 1, -1).is_contiguous()

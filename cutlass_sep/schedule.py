@@ -19,7 +19,7 @@ from . import arch as archs
 from . import estimate as estimates
 from . import planes
 from .planes import PlaneGeometry
-from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem, round_up
 
 if TYPE_CHECKING:
     from cutlass_library import TileDescription
@@ -554,11 +554,6 @@ class Geometry:
         # Contiguous 16-bit: the taps of a kernel row for all channels of the lane, as far as registers keep them.
         taps = 0 if self.pixel_major or lane_channels == 2 else min(4 * self.problem.kernel[1], 16)
         return accumulators + values + fragments + scaling + window + taps + 40
-
-
-def round_up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is no less than `value`."""
-    return -(-value // unit) * unit
 
 
 def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[str, int] | None = None) -> Support:

@@ -12,9 +12,10 @@ from problems import problem_of
 from separable import Case
 
 from cutlass_sep import arch as archs
-from cutlass_sep import planes, planner
+from cutlass_sep import planner
 from cutlass_sep.block_schedule import BlockSchedule
 from cutlass_sep.planes import PlaneGeometry
+from cutlass_sep.problem import round_up
 from cutlass_sep.schedule import Schedule, candidates, check, for_size, ranked
 
 LARGE = Case(n=32, c=128, o=128, h=56, w=56, kernel=(31, 31), padding=15)
@@ -44,8 +45,8 @@ def test_what_follows_from_a_tile():
     )
     # A pixel of padding is 7 zeros before a row: TMA starts at -15 + 7.
     assert (g.shift, g.pitch) == (7, 64)
-    assert g.plane_offset == planes._round_up(128 * g.taps_bytes + 4, 256)
-    assert g.workspace_bytes == planes._round_up(g.plane_offset + 32 * 128 * 56 * 64 * 2, 256)
+    assert g.plane_offset == round_up(128 * g.taps_bytes + 4, 256)
+    assert g.workspace_bytes == round_up(g.plane_offset + 32 * 128 * 56 * 64 * 2, 256)
     assert g.outputs_bytes == 32 * 128 * 56 * 56 * 2
     assert g.pack_blocks == 128 + 32 * 56 * 1 * 2
 
