@@ -89,7 +89,9 @@ def _failure(output: Output, error: Exception) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _Parser(prog="cutlass-sep", description="Fused depthwise-separable convolutions, one kernel for each shape.")
+    top = _Parser(
+        prog="cutlass-sep", description="Fused depthwise-separable convolutions, kernels written for each shape."
+    )
     top.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     problem = _problem_arguments()

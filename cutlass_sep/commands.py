@@ -570,7 +570,8 @@ def _choice(built: Operation) -> str:
     fused = built.form == "fused" and built.problem.fp32_precision != "ieee"
     on_tensor_cores = fused or bool(getattr(last, "mma_q", 0) or getattr(last, "plane_rows", 0))
     form = f", form {built.form}" if built.form else ""
-    return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}"
+    of_its_own = " in a kernel of its own" * bool(getattr(built.schedule, "plane_rows", 0))
+    return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}{of_its_own}"
 
 
 def _compile(built: Operation, output: Output) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def plan(problem: Problem, arch: str, path: str | None = None, form: str | None 
                 # Of what is taken, the schedule taken: the best one of a path and form alone may be another.
                 taken = (found[0].path, getattr(found[0], "form", None)) == (name, each)
                 best = found[0] if taken else candidates(problem, arch, name, each)[0]
+                kind += " in two kernels" * bool(getattr(best, "plane_rows", 0))
                 estimates.append(f"{kind} {rules(problem).estimate(problem, best, arch):.0f} us")
             elif name == PATHS[0]:  # the other path has but one form
                 refused.append(f"{kind} cannot run it ({support.reason})")

@@ -571,7 +571,11 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[s
         return Support(False, reason)
     found = (schedule for size in typical(problem) for schedule in ranked(size, path, arch))
     if path == "sm90" and not any(rows is None or not schedule.plane_rows for schedule in found):
-        return Support(False, "no tile's window of x and weights fit into shared memory and registers")
+        reason = "no tile's window of x and weights fit into shared memory and registers"
+        if rows is None and problem.element_size == 2 and problem.taps >= LEAST_PLANE_TAPS:
+            least = Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=2, plane_columns=64)
+            reason += f", nor can two kernels run it: {_no_planes(problem, least)}"
+        return Support(False, reason)
     return Support(True)
 
 

@@ -122,6 +122,24 @@ def test_large_kernels_run_on_planes(case: Case):
     assert not any(s.plane_rows for s in candidates(problem_of(case, "ieee", "channels_last"), "sm_90a"))
 
 
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (replace(LARGE, stride=2), "planes are for stride 1, not (2, 2)"),
+        (replace(LARGE, kernel=(61, 61), padding=30), "bytes of shared memory"),
+    ],
+)
+def test_the_reason_says_why_there_are_no_planes(case: Case, reason: str):
+    refused = planner.supports(problem_of(case, "bf16", "channels_last"), "sm90", "sm_90a")
+    assert not refused and "nor can two kernels run it" in refused.reason and reason in refused.reason
+
+
+def test_a_plan_says_that_it_has_two_kernels():
+    assert "path sm90 in two kernels" in planner.plan(problem_of(LARGE, "bf16", "channels_last"), "sm_90a").reason
+    small = replace(LARGE, kernel=(3, 3), padding=1)
+    assert "kernels" not in planner.plan(problem_of(small, "bf16", "channels_last"), "sm_90a").reason
+
+
 def test_a_schedule_is_described_by_its_pointwise_kernel():
     problem, schedule = plane(LARGE, 8, 64)
     tile, alone = (s.tile_description(p) for p, s in ((problem, schedule), (problem.pointwise, schedule.pointwise)))

@@ -55,7 +55,8 @@ class Layer:
     @property
     def kind(self) -> str:
         """Path and form, as the plots and the page name them."""
-        return self.row["path"] + (", two kernels" if self.row["form"] == "two_kernel" else "")
+        two = self.row["form"] == "two_kernel" or (self.row["schedule"] or {}).get("plane_rows")
+        return self.row["path"] + (", two kernels" if two else "")
 
     @property
     def own_kernel(self) -> bool:
