@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def form(self) -> str | None:
-        """The block's form; None on path "torch" and for the 2-D operator, which has but one."""
+        """The block's form; None on path "torch" and for the 2-D operator (see `Schedule.plane_rows`)."""
         return getattr(self.schedule, "form", None)
 
     def to_json(self) -> dict[str, Any]:

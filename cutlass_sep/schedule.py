@@ -879,10 +879,9 @@ def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """The best tiles of a depthwise kernel on planes, of equal ones the widest, with the best pointwise kernels."""
     if problem.taps < LEAST_PLANE_TAPS or problem.element_size != 2:
         return
-    columns = (
-        [64] if problem.kernel[0] == 1 else [size for size in (64, 32, 16, 8) if size < 2 * problem.q or size == 8]
-    )
-    tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=r, plane_columns=q) for q in columns for r in range(2, 17, 2))
+    # Less than twice as wide as the map, but at least 8; of one row of taps, 64 (_no_planes).
+    widths = [64] if problem.kernel[0] == 1 else [q for q in (64, 32, 16, 8) if q < 2 * problem.q or q == 8]
+    tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=p, plane_columns=q) for q in widths for p in range(2, 17, 2))
     made = [PlaneGeometry(problem, tile) for tile in tiles if _no_planes(problem, tile) is None]
     pointwise = ranked(problem.pointwise, "sm90", arch)[:PLANE_POINTWISE] if made else ()
     best = sorted(made, key=lambda g: (estimates.planes_us(g), -g.schedule.plane_columns))[:PLANE_TILES]

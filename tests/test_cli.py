@@ -178,6 +178,16 @@ def test_the_block_is_of_its_lead_shape_unless_told_otherwise():
     assert commands._op(cli.parser().parse_args(["demo", "--op", "sepblock1d"])).problem == inputs.lead1d().problem
 
 
+def test_compile_says_what_a_block_of_each_kernel_takes(run):
+    """The kernel that mends fp16 takes no dynamic shared memory, the depthwise one before it most of what there is."""
+    shape = ["--shape", "8,64,56,56", "--out-channels", "64", "--kernel", "13", "--padding", "6", "--arch", "sm_90a"]
+    status, out, _ = run("compile", *shape, "--dtype", "float16", "--layout", "channels_last")
+    assert status == 0
+    found = dict(re.findall(r"a block of kernel (\w+) has \d+ threads, (\d+) bytes of shared memory", out))
+    assert list(found) == ["depthwise", "pointwise", "mend_outputs"]
+    assert int(found["depthwise"]) > 50_000 and found["mend_outputs"] == "0"
+
+
 def test_compile_of_a_block_reports_every_kernel(run, run_json):
     status, data = run_json("compile", *SMALL_BLOCK, "--form", "two_kernel")
     assert status == 0, data

@@ -154,7 +154,12 @@ def test_a_block_has_no_planes(kernel: int, layout: str):
     case = Block(n=8, c=256, e=512, l=840, kernel=kernel, residual=False)
     problem = problem_of(case, "bf16", layout)
     planned = planner.plan(problem, "sm_90a")
-    for schedule in [planned.schedule or planned.kernel, *planner.candidates(problem, "sm_90a")]:
+    found = planner.candidates(problem, "sm_90a")
+    # Those without are not crowded out.
+    assert not any(s.project and s.project.plane_rows for s in planner.rules(problem).for_size(problem, "sm_90a"))
+    assert bool(planner.supports(problem, "sm90", "sm_90a")) == any(s.path == "sm90" for s in found)
+    assert found[0].path == "sm90" or layout == "contiguous"
+    for schedule in [planned.schedule or planned.kernel, *found]:
         assert schedule.project is None or not schedule.project.plane_rows
         assert planner.rules(problem).check(problem, schedule, "sm_90a")
     half = replace(ranked(problem.expand, "sm90", "sm_90a")[0], plane_rows=8, plane_columns=64)

@@ -15,6 +15,7 @@ import torch
 
 from cutlass_sep import cli, commands
 from cutlass_sep.bench import ceilings, inputs, plots, report, results, session
+from cutlass_sep.schedule import Schedule
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200.json"
@@ -161,6 +162,9 @@ def test_layers_are_told_in_words():
     )
     assert found["block"].in_words == ("batch 32, length 4096, 256 → 512 → 256 channels, kernel 9, dilation 3, gelu")
     assert found["block"].kind == "sm90, two kernels"
+    assert found["pair"].kind == "sm90"
+    planes = own(A, 1.0) | {"schedule": Schedule("sm90", 64, 64, 1, 4, 2, plane_rows=8, plane_columns=64).to_json()}
+    assert layers(planes)[A.id].kind == "sm90, two kernels"
 
 
 # --- the page

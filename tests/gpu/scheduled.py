@@ -12,6 +12,7 @@ from cutlass_sep.schedule import Schedule, check
 
 from . import accuracy
 from .calls import Poisoned, draw
+from .test_special_values import compare
 
 
 def run(machine, problem: SeparableConv2dProblem, schedule: Schedule, tensors: tuple, out: torch.Tensor | None = None):
@@ -33,3 +34,15 @@ def check_values(machine, problem: SeparableConv2dProblem, schedule: Schedule, g
     run(machine, problem, schedule, tensors, out.tensor)
     out.check()
     accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+
+
+def check_beyond_fp16(machine, problem: SeparableConv2dProblem, schedule: Schedule, generator: torch.Generator) -> None:
+    """Depthwise outputs beyond fp16, which y has in it: they make no finite value of it wrong."""
+    x, dw_weight, pw_weight, *biases = draw(problem, generator)
+    dw_weight[1], pw_weight[:, 1] = 300.0, 2.0**-10
+    x[-1, 1, problem.h // 2, problem.w // 2] = 300.0
+    tensors = x, dw_weight, pw_weight, *biases
+    hidden = accuracy.depthwise(problem, x.double(), dw_weight.double(), biases[0].double())
+    assert hidden.abs().max() > 65504
+    want = compare(problem, tensors, run(machine, problem, schedule, tensors))
+    assert want.isfinite().all()
