@@ -290,7 +290,8 @@ def test_at_most_four_kernels_a_layer(name, variant):
                 sources[misaligned].setdefault(render(problem, chosen, ARCH), problem)
     for found in sources:
         assert len(found) <= 4, [plan(problem, ARCH) for problem in found.values()]
-    assert sources[0] and (variant[1] == "channels_last" or len(sources[0] | sources[1]) <= 4)
+    assert bool(sources[0]) == (name != "large kernel" or variant[0] != "float32")  # those are PyTorch's at every size
+    assert variant[1] == "channels_last" or len(sources[0] | sources[1]) <= 4
 
 
 # ---- registers
