@@ -447,7 +447,7 @@ def for_size(
 
 def _two_kernel(problem: SeparableBlock1dProblem, path: str, arch: str) -> list[BlockSchedule]:
     def best(half: SeparableConv2dProblem) -> list[Schedule]:
-        return [schedule for schedule in separable.ranked(half, path, arch) if not schedule.plane_rows][:_EACH]
+        return separable.ranked(half, path, arch)[:_EACH]
 
     expands, projects = best(problem.expand), best(problem.project)
     return [BlockSchedule("two_kernel", path, expand, project) for project in projects for expand in expands]

@@ -11,11 +11,13 @@ import math
 from typing import TYPE_CHECKING
 
 from . import arch as archs
+from . import direct
 from .problem import SeparableConv2dProblem
 from .reference import depthwise_contiguous
 
 if TYPE_CHECKING:
     from .block_schedule import FusedGeometry
+    from .direct import DirectGeometry
     from .planes import PlaneGeometry
     from .schedule import Geometry
 
@@ -26,6 +28,8 @@ CYCLES_PER_US = 1700.0
 #: sm90, where these overlap, without packing; what of that two kernels of one call have in common; packing.
 LAUNCH_US, OVERLAPPED_US, SHARED_US = 8.4, 4.1, 3.5
 PACKING_US = 2.0
+#: What a pointwise kernel takes less behind a depthwise one by FMA, than as a call of its own.
+BEHIND_US = 2.5
 #: Bytes a cycle and multiprocessor: device memory with all at work (4.07 TB/s), and L2 to one multiprocessor.
 _DEVICE_BYTES, _L2_BYTES = 18.1, 64.0
 #: sm90: bytes that a run of bytes side by side in device memory (a row of a contiguous item) takes beside its own.
@@ -62,6 +66,16 @@ _PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
 #: shared memory and of a tile beside these; by how much it takes longer with 8 warps; cycles of a row that TMA copies.
 _PLANE_MMA, _PLANE_WAVEFRONT, _PLANE_TILE, _FEW_WARPS = 2.5, 0.8, 1300.0, 1.25
 _PLANE_COPY = 3.0
+#: A pointwise kernel with x in shared memory: cycles of a cycle of tensor cores, bytes a cycle that arrive, cycles of a
+#: tile beside its steps, and of an output channel.
+_SHARED_X_TENSOR, _SHARED_X_BYTES, _SHARED_X_ITEM, _SHARED_X_OUTPUT = 1.1, 50.0, 1200.0, 4.0
+#: A depthwise kernel by FMA, fitted to the times of 13 layers in bf16 and 14 in fp32. Instructions of a value that leaves, of
+#: a vector that is loaded, of a thread's outputs beside these; cycles of a tap on its way to the table, of an instruction
+#: and of a load's wavefront; of the first load, and part of that for each step; part of the loads that L1 misses, and of
+#: the device's bandwidth; cycles to start; how much longer than evenly dealt the blocks take.
+_DIRECT_OUTPUT, _DIRECT_LOAD, _DIRECT_UNIT, _DIRECT_TABLE = 1.5, 9.0, 50.0, 4.0
+_DIRECT_ISSUE, _DIRECT_WAVEFRONT, _DIRECT_LATENCY, _DIRECT_STEP = 1.09, 0.5, 930.0, 0.85
+_DIRECT_MISSES, _DIRECT_SHARE, _DIRECT_START, _DIRECT_TAIL = 0.2, 0.81, 4330.0, 0.29
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
 _FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
 #: The same of fp32 tensors, from the lead shape and shapes around it: the depthwise stage by FMA (fixed, a tap); an
@@ -254,6 +268,45 @@ def sm90_us(g: Geometry) -> float:
     first = (own_window if march else window) * row_bytes + g.stage_bytes
     total = _soft_max(-(-items // MULTIPROCESSORS) * item, max(1, items / MULTIPROCESSORS) * memory)
     return (total + _LATENCY + first / device_bytes) / CYCLES_PER_US + before
+
+
+def pointwise_us(g: Geometry) -> float:
+    """Microseconds of a call of a pointwise convolution whose operands are both in shared memory."""
+    p, s = g.problem, g.schedule
+    steps, items = -(-p.c // 64), g.items(1)
+    tensor = 2 * s.tile_oc * s.warpgroups
+    arriving = (g.item_q * 128 + s.tile_oc * 64) / _SHARED_X_BYTES
+    item = steps * _soft_max(tensor * _SHARED_X_TENSOR, arriving) + _SHARED_X_ITEM + _SHARED_X_OUTPUT * s.tile_oc
+    rounds = -(-items // MULTIPROCESSORS)
+    moved = g.map_q * (p.c + p.o * (1 + p.residual)) * 2 + p.c * p.o * 2
+    device = moved / MULTIPROCESSORS / _DEVICE_BYTES
+    return (_soft_max(rounds * item, device) + 2 * _LATENCY) / CYCLES_PER_US + OVERLAPPED_US
+
+
+def direct_us(g: DirectGeometry) -> float:
+    """Microseconds of the depthwise kernel by FMA, in front of another kernel."""
+    p, s, size = g.problem, g.schedule, g.problem.element_size
+    x, outputs = p.n * p.c * p.h * p.w * size, p.n * p.c * p.p * p.q * size
+    rows = min((s.thread_rows - 1) * p.stride[0] + (p.kernel[0] - 1) * p.dilation[0] + 1, s.thread_rows * p.kernel[0])
+    taps = -(-p.kernel[1] // g.row_steps)
+    steps, pairs = rows * g.row_steps, s.thread_rows * p.kernel[0] * g.row_steps  # pairs: of a step and a row of outputs
+    loads, table_loads = steps * g.columns, pairs * taps * g.vector // 4
+    unpack = g.vector * g.columns * pairs if size == 2 else 0
+    values = g.vector * s.thread_rows * s.thread_columns
+    issue = values * (p.kernel[0] * taps * g.row_steps + _DIRECT_OUTPUT + _ACTIVATION[p.mid_activation])
+    issue += unpack + _DIRECT_LOAD * loads + 2 * table_loads + _DIRECT_UNIT
+    # Blocks in turn, as many at a time as there is room for.
+    blocks, resident = g.slabs * -(-g.thread_tiles // g.units), direct.BLOCKS * MULTIPROCESSORS
+    turns = 1.0 if blocks <= resident else blocks / resident + _DIRECT_TAIL
+    warps = max(1.0, min(blocks, resident) / MULTIPROCESSORS) * g.threads / 32
+    table = g.lanes * p.taps * g.vector / g.threads * _DIRECT_TABLE * warps / 4
+    busy = turns * warps / 4 * issue * _DIRECT_ISSUE
+    shared = turns * warps * (4 * _DIRECT_WAVEFRONT * loads + min(4.0, g.lanes / 8) * table_loads)
+    latency = turns * _DIRECT_LATENCY * (1 + _DIRECT_STEP * steps)
+    threads = g.thread_tiles * -(-p.c // g.vector)
+    through_l2 = (threads * loads * 16 * _DIRECT_MISSES + outputs) / MULTIPROCESSORS / _L2_BYTES
+    device = (x + outputs) / MULTIPROCESSORS / (_DEVICE_BYTES * _DIRECT_SHARE)
+    return (_soft_max(busy, shared, latency, through_l2, device) + table + _DIRECT_START) / CYCLES_PER_US
 
 
 def planes_us(g: PlaneGeometry) -> float:

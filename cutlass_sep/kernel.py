@@ -21,10 +21,11 @@ from . import arch as archs
 from . import toolchain
 from .block_schedule import FUSED_CHUNK, BlockSchedule, FusedGeometry
 from .compiler import Cubin, build, discard
+from .direct import DirectGeometry
 from .errors import EnvironmentProblem
 from .planes import PlaneGeometry
 from .planner import Plan, plan
-from .problem import DTYPES, Problem, SeparableBlock1dProblem
+from .problem import DTYPES, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
 from .source import render
 
@@ -185,6 +186,21 @@ class Stage(ABC):
         return encoded
 
 
+class PointwiseStage(Stage):
+    """A pointwise convolution whose operands are both in shared memory: to it all images are one row of pixels."""
+
+    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        g = self.geometry
+        pairs = min(g.items(1), processors) // 2  # of blocks
+        return (2 * max(pairs, 1), 1, 1, g.threads, 1, 1, g.shared_bytes), (1, 1, g.map_q, 1, g.map_q, 0, 0, 1)
+
+    def _tensor_maps(self) -> list[TensorMap]:
+        g, size = self.geometry, self.geometry.problem.element_size
+        y = TensorMap(_Y, ("o", "pixels", 1, 1), (g.store_bytes // size, 16, 1, 1), g.store_bytes)
+        weight = TensorMap(_PW_WEIGHT, ("c", "o"), (64, g.schedule.tile_oc // 2), 128)
+        return [TensorMap(_X, ("c", "pixels"), (64, g.item_q), 128), y, weight]
+
+
 class SeparableStage(Stage):
     """A kernel of the separable operator: the 2-D operator's only one, or one of the block's two-kernel form."""
 
@@ -227,13 +243,55 @@ class SeparableStage(Stage):
         return [TensorMap(_X, x, (g.columns, 1, g.schedule.slot_channels, 1), 0), y]
 
 
-class PlaneStage(Stage):
-    """The depthwise kernel of large kernels, on planes of x that the launch before leaves in the workspace."""
+class DepthwiseStage(Stage):
+    """A depthwise kernel in front of a pointwise one, or one that belongs to it."""
+
+    #: What it needs of the workspace is no packed weights.
+    packs = False
 
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         g, p = self.geometry, self.geometry.problem
-        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, 0)  # a work item has no steps
-        return (min(g.groups * g.tiles, processors), 1, 1, g.threads, 1, 1, g.shared_bytes), scalars
+        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, self._flags(processors))
+        return (self._blocks(processors), 1, 1, self._threads, 1, 1, self.shared_bytes), scalars
+
+    @property
+    def _threads(self) -> int:
+        return self.geometry.threads
+
+    @abstractmethod
+    def _blocks(self, processors: int) -> int:
+        """Of a launch."""
+
+    def _flags(self, processors: int) -> int:
+        """In the workspace, that say whether there is something to mend; only the mending kernel counts them."""
+        return 0
+
+    def _tensor_maps(self) -> list[TensorMap]:
+        return []
+
+
+class DirectStage(DepthwiseStage):
+    """The depthwise kernel that reads x from global memory."""
+
+    def _blocks(self, processors: int) -> int:
+        return self.geometry.blocks(processors)
+
+
+class PackPlanesStage(DepthwiseStage):
+    """The kernel that leaves planes of x, and tables of taps, in the workspace for PlaneStage."""
+
+    shared_bytes = 0
+    _threads = PACK_THREADS
+
+    def _blocks(self, processors: int) -> int:
+        return self.geometry.pack_blocks
+
+
+class PlaneStage(DepthwiseStage):
+    """The depthwise kernel of large kernels, on planes of x in the workspace."""
+
+    def _blocks(self, processors: int) -> int:
+        return min(self.geometry.groups * self.geometry.tiles, processors)
 
     def _tensor_maps(self) -> list[TensorMap]:
         g, p = self.geometry, self.geometry.problem
@@ -244,19 +302,18 @@ class PlaneStage(Stage):
         return [TensorMap(_WORKSPACE, extents, box, 0, strides, offset=g.plane_offset)]
 
 
-class MendStage(Stage):
+class MendStage(DepthwiseStage):
     """The kernel that makes pixels anew whose depthwise outputs fp16 does not hold; most often it finds none."""
 
-    packs = False
     shared_bytes = 0
+    _threads = PACK_THREADS
 
-    def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        g, p = self.geometry, self.geometry.problem
-        scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, 0)
-        return (min(p.n * p.p * p.q, processors), 1, 1, g.threads, 1, 1, 0), scalars
+    def _blocks(self, processors: int) -> int:
+        p = self.geometry.problem
+        return min(p.n * p.p * p.q, processors)
 
-    def _tensor_maps(self) -> list[TensorMap]:
-        return []
+    def _flags(self, processors: int) -> int:
+        return self.geometry.flags(processors)
 
 
 class FusedStage(Stage):
@@ -434,31 +491,24 @@ class Kernel:
     @property
     def _unpacked_bytes(self) -> int:
         """Bytes of the workspace before the packed weights: what the kernels of a call leave for each other."""
-        return self.stages[0].geometry.outputs_bytes if len(self.stages) > 1 else 0
+        return self._apart_bytes
+
+    @property
+    def _apart_bytes(self) -> int:
+        """Of a depthwise kernel of its own: its outputs, and what else it needs there."""
+        g = next((stage.geometry for stage in self.stages if isinstance(stage, DepthwiseStage)), None)
+        return 0 if g is None else g.outputs_bytes + g.workspace_bytes
 
     def _stages(self) -> list[Stage]:
-        p, s = self.problem, self.schedule
-        if s.plane_rows:
-            planes = PlaneGeometry(p, s)
-            pointwise = SeparableStage("pointwise", Geometry(p.pointwise, s.pointwise))
-            mend = [MendStage("mend_outputs", planes)] if p.dtype == "float16" else []
-            return [PlaneStage("depthwise", planes), pointwise, *mend]
-        return [SeparableStage("separable2d", Geometry(p, s))]
+        return _separable_stages("separable2d", self.problem, self.schedule)
 
     def _pointers(self, *addresses: int) -> list[tuple[int, ...]]:
         """The ten pointers of Arguments for each stage, of the op's tensors in its order, y, workspace (0 for None)."""
-        if len(self.stages) == 1:
+        *tensors, y, workspace = addresses
+        if not self.schedule.apart:
             return [(*addresses, 0, 0, 0)]
-        *tensors, y, outputs = addresses
-        _, _, pw_weight, _, pw_bias = tensors
-        planes = outputs + self._unpacked_bytes
-        packed = planes + self.stages[0].geometry.workspace_bytes if self.stages[1].packs else 0
-        pointers = [
-            (*tensors, outputs, planes, 0, 0, 0),
-            (outputs, 0, pw_weight, 0, pw_bias, y, packed, 0, 0, 0),
-            (*tensors, y, planes, outputs, 0, 0),
-        ]
-        return pointers[: len(self.stages)]
+        packed = workspace + self._unpacked_bytes
+        return _apart_pointers(self.stages, *tensors, y, workspace, packed)
 
     def load(self, device: int) -> None:
         """Build (or fetch from disk) and load for CUDA device `device`."""
@@ -538,32 +588,70 @@ class BlockKernel(Kernel):
         return f"{what}-c{p.c}-e{p.e}-o{p.o}-k{p.kernel}"
 
     def _stages(self) -> list[Stage]:
-        if self.schedule.form == "fused":
-            return [FusedStage("block1d", FusedGeometry(self.problem, self.schedule.tile))]
-        expand = Geometry(self.problem.expand, self.schedule.expand)
-        project = Geometry(self.problem.project, self.schedule.project)
-        return [SeparableStage("expand", expand), SeparableStage("project", project)]
+        p, s = self.problem, self.schedule
+        if s.form == "fused":
+            return [FusedStage("block1d", FusedGeometry(p, s.tile))]
+        return _separable_stages("expand", p.expand, s.expand) + _separable_stages("project", p.project, s.project)
+
+    @property
+    def _hidden_bytes(self) -> int:
+        p = self.problem
+        return -(-p.n * p.e * p.l * p.element_size // 256) * 256
 
     @property
     def _unpacked_bytes(self) -> int:
-        p = self.problem
         if self.schedule.form == "fused":
             return self.stages[0].geometry.x_bytes
-        return -(-p.n * p.e * p.l * p.element_size // 256) * 256
+        return self._hidden_bytes + self._apart_bytes
 
     def _pointers(self, *addresses: int) -> list[tuple[int, ...]]:
         x, expand_weight, dw_weight, project_weight, expand_bias, dw_bias, project_bias, y, workspace = addresses
         project = (dw_weight, project_weight, dw_bias, project_bias, y)
         of_block = (x, expand_weight, expand_bias)
-        unpacked, packed = workspace, workspace + self._unpacked_bytes
+        packed = workspace + self._unpacked_bytes
         if self.schedule.form == "fused":
-            return [(unpacked if self._unpacked_bytes else x, *project, packed, *of_block)]
-        expand_stage, project_stage = self.stages
-        packed_project = packed + expand_stage.geometry.workspace_bytes if project_stage.packs else 0
-        return [
-            (x, 0, expand_weight, 0, expand_bias, unpacked, packed if expand_stage.packs else 0, 0, 0, 0),
-            (unpacked, *project, packed_project, *of_block),
-        ]
+            return [(workspace if self._unpacked_bytes else x, *project, packed, *of_block)]
+        expand_stage, *stages = self.stages
+        hidden, packed_expand = workspace, packed if expand_stage.packs else 0
+        packed += expand_stage.geometry.workspace_bytes
+        expand = (x, 0, expand_weight, 0, expand_bias, hidden, packed_expand, 0, 0, 0)
+        if self.schedule.project.apart:
+            outputs = workspace + self._hidden_bytes
+            return [expand, *_apart_pointers(stages, hidden, *project, outputs, packed, of_block)]
+        return [expand, (hidden, *project, packed if stages[0].packs else 0, *of_block)]
+
+
+def _separable_stages(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> list[Stage]:
+    """The main kernels of a separable convolution; `name` is that of its only one."""
+    if not schedule.apart:
+        stage = PointwiseStage if schedule.shared_x else SeparableStage
+        return [stage(name, Geometry(problem, schedule))]
+    behind = _separable_stages("pointwise", problem.pointwise, schedule.pointwise)
+    if schedule.plane_rows:
+        geometry = PlaneGeometry(problem, schedule)
+        front = [PackPlanesStage("pack_planes", geometry), PlaneStage("depthwise", geometry)]
+    else:
+        geometry = DirectGeometry(problem, schedule)
+        front = [DirectStage("depthwise", geometry)]
+    return front + behind + ([MendStage("mend_outputs", geometry)] if problem.dtype == "float16" else [])
+
+
+def _apart_pointers(
+    stages: list[Stage], x: int, dw_weight: int, pw_weight: int, dw_bias: int, pw_bias: int, y: int, outputs: int,
+    packed: int, of_block: tuple[int, int, int] = (0, 0, 0),
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """Those of Arguments for the kernels of a convolution whose depthwise outputs go through the workspace."""
+    weights, found = (dw_weight, pw_weight, dw_bias, pw_bias), []
+    scratch = outputs + stages[0].geometry.outputs_bytes
+    for stage in stages:
+        if isinstance(stage, MendStage):  # Arguments have no place for outputs beside x, which a block's does not need
+            mend = (outputs, *weights, y, scratch, *of_block) if any(of_block) else (x, *weights, y, scratch, outputs, 0, 0)
+            found.append(mend)
+        elif isinstance(stage, DepthwiseStage):
+            found.append((x, *weights, outputs, scratch, 0, 0, 0))
+        else:
+            found.append((outputs, 0, pw_weight, 0, pw_bias, y, packed if stage.packs else 0, of_block[0], 0, 0))
+    return found
 
 
 def _tensor_map(dtype: str, address: int, extents, strides, box, swizzle_bytes: int) -> bytes:

@@ -147,7 +147,12 @@ class PlaneGeometry:
     @property
     def plane_offset(self) -> int:
         """Where planes start in the workspace, behind the taps and a flag."""
-        return round_up(self.groups * self.channels * self.taps_bytes + 4, 256)
+        return round_up(self.flag_offset + 4, 256)
+
+    @property
+    def flag_offset(self) -> int:
+        """Where, in the workspace, the flag is."""
+        return self.groups * self.channels * self.taps_bytes
 
     @property
     def workspace_bytes(self) -> int:
@@ -179,3 +184,7 @@ class PlaneGeometry:
     @property
     def threads(self) -> int:
         return 32 * self.channels
+
+    def flags(self, processors: int) -> int:
+        """In the workspace, before the planes: one, whether fp16 does not hold all outputs."""
+        return 1

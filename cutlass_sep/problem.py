@@ -144,6 +144,11 @@ class SeparableConv2dProblem(Problem):
         return self.p * self.q
 
     @property
+    def pixels(self) -> int:
+        """Pixels of all images of the output."""
+        return self.n * self.map_pixels
+
+    @property
     def taps(self) -> int:
         """Depthwise weights of a channel; 0 without a depthwise convolution."""
         return math.prod(self.kernel) if self.depthwise else 0

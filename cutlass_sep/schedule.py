@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
 from . import estimate as estimates
-from . import planes
+from . import direct, planes
+from .direct import DirectGeometry
 from .planes import PlaneGeometry
 from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem, round_up
 
@@ -45,6 +46,10 @@ MOST_TAPS = 64
 MOST_DIAGONAL_TAPS = 128
 #: sm90: taps from which a depthwise kernel on planes is proposed, its tiles and pointwise kernels behind it.
 LEAST_PLANE_TAPS, PLANE_TILES, PLANE_POINTWISE = 33, 2, 2
+#: sm90: rows and columns of outputs of a thread of a depthwise kernel by FMA, those for one row of taps, and pointwise
+#: kernels behind it; stages of a pointwise kernel with x in shared memory, at most.
+DIRECT_TILES, DIRECT_ROW_TILES, DIRECT_POINTWISE = ((2, 8), (2, 4), (2, 2), (1, 4), (1, 2)), ((1, 8), (1, 4), (1, 2)), 2
+MOST_STAGES = 8
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules a layer's calls choose from: those BUILDS of them
@@ -112,11 +117,22 @@ class Schedule:
     # stands above is of a pointwise kernel behind it. 0: one kernel.
     plane_rows: int = 0
     plane_columns: int = 0
+    # sm90: rows and columns of outputs that a thread of a depthwise kernel by FMA has (direct.py); the rest as above.
+    thread_rows: int = 0
+    thread_columns: int = 0
+    # sm90, a pointwise convolution alone: both operands are in shared memory (templates/pointwise_sm90.cuh), in
+    # `row_slots` stages.
+    shared_x: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether the depthwise stage is a kernel of its own, in front of a pointwise one."""
+        return self.plane_rows > 0 or self.thread_rows > 0
 
     @property
     def pointwise(self) -> Schedule:
-        """That of the pointwise kernel behind a depthwise one on planes."""
-        return replace(self, plane_rows=0, plane_columns=0)
+        """That of the pointwise kernel behind a depthwise one."""
+        return replace(self, plane_rows=0, plane_columns=0, thread_rows=0, thread_columns=0)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -134,7 +150,7 @@ class Schedule:
         """This schedule as CUTLASS describes it, for `problem`'s data type."""
         from cutlass_library import TileDescription
 
-        if self.plane_rows:
+        if self.apart:
             return self.pointwise.tile_description(problem.pointwise)
         geometry = Geometry(problem, self)
         pixel_warpgroups = 1 if self.split_channels else self.warpgroups
@@ -238,11 +254,13 @@ class Geometry:
     @property
     def map_p(self) -> int:
         """Rows of the map as tiles see it."""
-        return 1 if self.runs else self.problem.p
+        return 1 if self.runs or self.schedule.shared_x else self.problem.p
 
     @property
     def map_q(self) -> int:
         """Columns of it."""
+        if self.schedule.shared_x:  # all images are one's
+            return self.problem.n * self.problem.map_pixels
         return self.problem.map_pixels if self.runs else self.problem.q
 
     @property
@@ -451,6 +469,8 @@ class Geometry:
             weights = self.pointwise_weight_bytes + self.dw_shared * self.depthwise_weight_bytes
             window = self.window_rows(self.tile_p * s.warpgroups) * self.window_cols(self.tile_q) * self.atoms * 128
             return weights + (0 if s.gather else window) + 16
+        if s.shared_x:
+            return s.row_slots * (self.item_q * 128 + self.stage_bytes + 16) + self.staging_bytes
         barriers = ((3 if self.turned else 2) * s.row_slots + (3 if self.fills_taps else 2) * s.weight_slots) * 8
         rings = s.row_slots * self.slot_bytes + s.weight_slots * self.stage_bytes
         return rings + self.staging_bytes + self.given_bytes + barriers
@@ -461,7 +481,7 @@ class Geometry:
         """
         if self.runs:
             return self.run_rows
-        if self.schedule.path == "portable" or not self.march:
+        if self.schedule.path == "portable" or self.schedule.shared_x or not self.march:
             return self.tiles_down
         p = self.problem
         columns = p.n * -(-p.q // self.item_q) * self.oc_tiles
@@ -478,6 +498,8 @@ class Geometry:
     def items(self, steps: int) -> int:
         """Work items (sm90) or blocks (portable) of a launch: images x blocks of rows x strips x tiles of channels."""
         p = self.problem
+        if self.schedule.shared_x:  # two blocks to each pair of tiles
+            return 2 * -(-self.map_q // (2 * self.item_q)) * self.oc_tiles
         return p.n * -(-self.map_p // (steps * self.tile_p)) * -(-self.map_q // self.item_q) * self.oc_tiles
 
     @property
@@ -570,11 +592,11 @@ def supports(problem: SeparableConv2dProblem, path: str, arch: str, rows: dict[s
     if (reason := _out_of_reach(problem, path, arch, rows)) is not None:
         return Support(False, reason)
     found = (schedule for size in typical(problem) for schedule in ranked(size, path, arch))
-    if path == "sm90" and not any(rows is None or not schedule.plane_rows for schedule in found):
+    if path == "sm90" and not any(found):
         reason = "no tile's window of x and weights fit into shared memory and registers"
-        if rows is None and problem.element_size == 2 and problem.taps >= LEAST_PLANE_TAPS:
+        if problem.element_size == 2 and problem.taps >= LEAST_PLANE_TAPS:
             least = Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=2, plane_columns=64)
-            reason += f", nor can two kernels run it: {_no_planes(problem, least)}"
+            reason += f", nor can two kernels run it: {_not_apart(problem, least)}"
         return Support(False, reason)
     return Support(True)
 
@@ -627,12 +649,14 @@ def check(
         return Support(False, reason)
     if (reason := _out_of_reach(problem, schedule.path, arch, rows)) is not None:
         return Support(False, reason)
-    if schedule.plane_rows:
-        reason = _no_planes(problem, schedule) if rows is None else "a block has one kernel for each of its halves"
-        if reason is not None:
-            return Support(False, f"plane_rows={schedule.plane_rows}: {reason}")
+    if schedule.apart:
+        if (reason := _not_apart(problem, schedule)) is not None:
+            name = "plane_rows" if schedule.plane_rows else "thread_rows"
+            return Support(False, f"{name}={getattr(schedule, name)}: {reason}")
         return check(problem.pointwise, schedule.pointwise, arch)
     geometry = Geometry(problem, schedule)
+    if schedule.shared_x and (reason := _no_shared_x(geometry)) is not None:
+        return Support(False, f"shared_x=True: {reason}")
     if schedule.slot_channels * problem.element_size % 128:
         return Support(False, f"slot_channels={schedule.slot_channels} is no multiple of 128 bytes")
     if schedule.path == "sm90":
@@ -678,13 +702,55 @@ def check(
     return Support(True)
 
 
+def _not_apart(problem: SeparableConv2dProblem, schedule: Schedule) -> str | None:
+    """Why the depthwise stage cannot be this kernel of its own, or None."""
+    if not problem.depthwise:
+        return "only of a depthwise convolution"
+    return (_no_planes if schedule.plane_rows else _no_direct)(problem, schedule)
+
+
+def _no_direct(problem: SeparableConv2dProblem, schedule: Schedule) -> str | None:
+    """Why a thread cannot make so many depthwise outputs by itself, or None."""
+    p, g = problem, DirectGeometry(problem, schedule)
+    if p.layout != "channels_last":
+        return "threads have channels side by side: only for channels_last"
+    if p.c % g.vector:
+        return f"threads have {g.vector} channels each, not a part of {p.c}"
+    if g.most_lanes == 0:
+        return f"{p.taps} taps of {g.vector} channels do not fit into {direct.MOST_TAP_BYTES} bytes of shared memory"
+    if p.dilation[0] > 1 and schedule.thread_rows > 1:
+        return f"thread_rows={schedule.thread_rows} must be 1: rows of outputs share no row of x at dilation {p.dilation}"
+    if g.registers > direct.REGISTERS:
+        return f"about {g.registers} registers a thread, {direct.REGISTERS} at hand"
+    if g.slabs > direct.MOST_BLOCKS:
+        return f"{p.c} channels are more than the {direct.MOST_BLOCKS} blocks of a launch have"
+    if p.pixels > MAX_EXTENT:
+        return f"{p.pixels} pixels exceed {MAX_EXTENT}: kernels count in 32 bits"
+    return None
+
+
+def _no_shared_x(geometry: Geometry) -> str | None:
+    """Why x cannot be an operand in shared memory as TMA leaves it, or None."""
+    p, s = geometry.problem, geometry.schedule
+    if p.depthwise or p.layout != "channels_last" or p.element_size != 2:
+        return "only for a pointwise convolution alone, of 16 bit in channels_last"
+    shape = (s.mma_q, s.warps_q, s.blocks, s.slot_channels, s.weight_slots)
+    if shape != (16, 4, 1, 64, 1) or s.side_by_side != (s.warpgroups > 1) or s.split_channels:
+        return "only 64 pixels a warpgroup side by side, 64 channels a stage: mma_q=16, warps_q=4, blocks=1"
+    if s.tile_oc % 16:
+        return f"tile_oc={s.tile_oc} must be a multiple of 16, of which each of two blocks brings half"
+    if geometry.map_q > MAX_EXTENT:
+        return f"{geometry.map_q} pixels exceed {MAX_EXTENT}: kernels count in 32 bits"
+    return None
+
+
 def _no_planes(problem: SeparableConv2dProblem, schedule: Schedule) -> str | None:
     """Why the depthwise outputs cannot be made on planes of x, or None."""
     p, g = problem, PlaneGeometry(problem, schedule)
     if p.element_size != 2:
         return f"mma.sync reads 16-bit tensors, not {p.dtype}"
-    if not p.depthwise or p.residual:
-        return "planes are for a depthwise convolution and no residual"
+    if p.c % 8:
+        return f"channels are taken 8 at a time, not {p.c}"
     if p.stride != (1, 1):
         return f"planes are for stride 1, not {p.stride}"
     if p.dilation[0] != 1 and not g.one_row:
@@ -693,8 +759,6 @@ def _no_planes(problem: SeparableConv2dProblem, schedule: Schedule) -> str | Non
         return f"rows of all images are one image's: no padding of {p.padding[:2]} rows"
     if g.one_row and schedule.plane_columns != 64:
         return f"plane_columns={schedule.plane_columns} must be 64 where rows of all images are one image's"
-    if p.c % 8:
-        return f"channels are taken 8 at a time, not {p.c}"
     if g.window_columns > planes.MOST_BOX:
         return f"windows of {g.window_columns} columns exceed TMA's box of {planes.MOST_BOX}"
     if g.registers > (most := planes.REGISTERS[g.channels]):
@@ -771,7 +835,7 @@ def _malformed(schedule: Schedule) -> str | None:
     """Why this is no schedule of any problem, or None."""
     if schedule.path not in PATHS:
         return f"path={schedule.path!r} must be one of {', '.join(map(repr, PATHS))}"
-    for name in ("gather", "side_by_side", "split_channels", "packs_taps"):
+    for name in ("gather", "side_by_side", "split_channels", "packs_taps", "shared_x"):
         if type(getattr(schedule, name)) is not bool:
             return f"{name}={getattr(schedule, name)!r} must be True or False"
     for name in _COUNTS:
@@ -785,8 +849,15 @@ def _malformed(schedule: Schedule) -> str | None:
     for name, allowed in (("plane_rows", range(0, 17, 2)), ("plane_columns", (0, 8, 16, 32, 64))):
         if type(getattr(schedule, name)) is not int or getattr(schedule, name) not in allowed:
             return f"{name}={getattr(schedule, name)!r} must be one of {', '.join(map(str, allowed))}"
-    if (schedule.plane_rows > 0) != (schedule.plane_columns > 0):
-        return f"plane_rows={schedule.plane_rows} and plane_columns={schedule.plane_columns} are of the same tile"
+    for name, most in (("thread_rows", 8), ("thread_columns", 8)):
+        if type(getattr(schedule, name)) is not int or not 0 <= getattr(schedule, name) <= most:
+            return f"{name}={getattr(schedule, name)!r} must be an integer from 0 to {most}"
+    for rows, columns in (("plane_rows", "plane_columns"), ("thread_rows", "thread_columns")):
+        both = getattr(schedule, rows), getattr(schedule, columns)
+        if (both[0] > 0) != (both[1] > 0):
+            return f"{rows}={both[0]} and {columns}={both[1]} are of the same tile"
+    if schedule.plane_rows and schedule.thread_rows:
+        return f"plane_rows={schedule.plane_rows} and thread_rows={schedule.thread_rows}: of one depthwise kernel"
     if type(schedule.run_window) is not int or schedule.run_window < 0 or schedule.run_window % 8:
         return f"run_window={schedule.run_window!r} must be a multiple of 8"
     if schedule.path == "portable":
@@ -799,8 +870,9 @@ def _malformed(schedule: Schedule) -> str | None:
                 return f"{name}={getattr(schedule, name)} must be 1: path portable has no rings"
         if schedule.packs_taps:
             return "packs_taps=True: on path portable all weights are packed"
-        if schedule.plane_rows:
-            return f"plane_rows={schedule.plane_rows} must be 0: on path portable one kernel runs a problem"
+        for name in ("plane_rows", "thread_rows", "shared_x"):
+            if getattr(schedule, name):
+                return f"{name}={getattr(schedule, name)}: only on path sm90"
         if schedule.side_by_side or schedule.split_channels:
             name = "side_by_side" if schedule.side_by_side else "split_channels"
             return f"{name}=True: on path portable the warps' tiles are arranged by warps_q alone"
@@ -849,6 +921,9 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
         for base, packs in itertools.product(_runs(problem, sorted(slots)), (False, True)):
             if not (_no_diagonals(geometry := Geometry(problem, base)) or _no_runs(geometry)):
                 yield from _with_rings(problem, replace(base, packs_taps=packs), arch)
+    if not problem.depthwise and problem.element_size == 2 and problem.layout == "channels_last":
+        yield from _shared_x(problem, arch)
+    yield from _direct(problem, arch)
     yield from _planes(problem, arch)
     if problem.element_size == 2 and problem.layout == "contiguous":
         for base in _turned(problem, padded):
@@ -875,14 +950,41 @@ def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedul
             yield replace(base, run_window=window)
 
 
+def _shared_x(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """A pointwise convolution alone with both operands in shared memory, which its stages fill."""
+    for tile_oc, warpgroups in itertools.product(_tile_ocs(problem.o), (2, 1)):
+        base = Schedule(
+            "sm90", tile_oc, 64, 1, 4, warpgroups, side_by_side=warpgroups > 1, mma_q=16, row_slots=0, shared_x=True
+        )
+        groups = Geometry(problem, base).store_groups
+        for staging in (count for count in (1, 2, 4) if groups % count == 0):
+            partial = replace(base, staging_groups=staging)
+            geometry = Geometry(problem, partial)
+            stage = Geometry(problem, replace(partial, row_slots=1)).shared_bytes - geometry.shared_bytes
+            stages = min((archs.SHARED_BYTES[arch] - geometry.shared_bytes) // stage, MOST_STAGES)
+            if stages >= 2:
+                yield replace(partial, row_slots=stages)
+
+
+def _direct(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """Depthwise kernels by FMA with the best pointwise kernels."""
+    tiles = DIRECT_ROW_TILES if problem.kernel[0] == 1 else DIRECT_TILES
+    made = [Schedule("sm90", 8, 64, 1, 4, 1, thread_rows=p, thread_columns=q) for p, q in tiles]
+    made = [schedule for schedule in made if _not_apart(problem, schedule) is None]
+    pointwise = ranked(problem.pointwise, "sm90", arch)[:DIRECT_POINTWISE] if made else ()
+    best = sorted(made, key=lambda s: estimates.direct_us(DirectGeometry(problem, s)))[:1]
+    for front, behind in itertools.product(best, pointwise):
+        yield replace(behind, thread_rows=front.thread_rows, thread_columns=front.thread_columns)
+
+
 def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """The best tiles of a depthwise kernel on planes, of equal ones the widest, with the best pointwise kernels."""
-    if problem.taps < LEAST_PLANE_TAPS or problem.element_size != 2:
+    if problem.taps < LEAST_PLANE_TAPS:
         return
     # Less than twice as wide as the map, but at least 8; of one row of taps, 64 (_no_planes).
     widths = [64] if problem.kernel[0] == 1 else [q for q in (64, 32, 16, 8) if q < 2 * problem.q or q == 8]
     tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=p, plane_columns=q) for q in widths for p in range(2, 17, 2))
-    made = [PlaneGeometry(problem, tile) for tile in tiles if _no_planes(problem, tile) is None]
+    made = [PlaneGeometry(problem, tile) for tile in tiles if _not_apart(problem, tile) is None]
     pointwise = ranked(problem.pointwise, "sm90", arch)[:PLANE_POINTWISE] if made else ()
     best = sorted(made, key=lambda g: (estimates.planes_us(g), -g.schedule.plane_columns))[:PLANE_TILES]
     for g, behind in itertools.product(best, pointwise):
@@ -1039,9 +1141,15 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
 @lru_cache(maxsize=4096)
 def estimate(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> float:
     """Estimated microseconds of a call on a large GPU: for choosing, not for predicting."""
-    if schedule.plane_rows:
-        pointwise = estimates.sm90_us(Geometry(problem.pointwise, schedule.pointwise))
-        return estimates.planes_us(PlaneGeometry(problem, schedule)) + pointwise
+    if schedule.apart:
+        if schedule.plane_rows:
+            depthwise = estimates.planes_us(PlaneGeometry(problem, schedule))
+        else:
+            depthwise = estimates.direct_us(DirectGeometry(problem, schedule)) - estimates.BEHIND_US
+        return depthwise + estimate(problem.pointwise, schedule.pointwise, arch)
+    geometry = Geometry(problem, schedule)
+    if schedule.shared_x:
+        return estimates.pointwise_us(geometry)
     if schedule.path == "sm90":
-        return estimates.sm90_us(Geometry(problem, schedule))
-    return estimates.portable_us(Geometry(problem, schedule), arch)
+        return estimates.sm90_us(geometry)
+    return estimates.portable_us(geometry, arch)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import kept
 from .block_schedule import BlockSchedule, FusedGeometry, FusedTile
+from .direct import DirectGeometry
 from .planes import PlaneGeometry
 from .problem import MAX_ALIGNMENT, Problem, SeparableBlock1dProblem, SeparableConv2dProblem
 from .schedule import Geometry, Schedule
@@ -74,7 +75,9 @@ def _element(dtype: str) -> str:
 
 
 def mma_atom(problem: SeparableConv2dProblem, schedule: Schedule) -> str:
-    """CuTe's name of the instruction that the schedule's MathInstruction describes (A from registers, K-major B)."""
+    """CuTe's name of the instruction that the schedule's MathInstruction describes (A from registers unless `shared_x`,
+    K-major B).
+    """
     from .schedule import math_instruction
 
     math = math_instruction(problem, schedule)
@@ -84,7 +87,8 @@ def mma_atom(problem: SeparableConv2dProblem, schedule: Schedule) -> str:
         if element == "TF32":
             return f"MMA_{m}x{n}x{k}_F32TF32TF32_RS_TN<>"
         major = "cute::SM90::GMMA::Major::K"
-        return f"MMA_{m}x{n}x{k}_F32{element}{element}_RS<{major}, {major}>"
+        operands = "SS" if schedule.shared_x else "RS"
+        return f"MMA_{m}x{n}x{k}_F32{element}{element}_{operands}<{major}, {major}>"
     return f"SM80_{m}x{n}x{k}_F32{element}{element}F32_TN"
 
 
@@ -144,6 +148,8 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
     return {
         "name": name,
         "config": f"{name.capitalize()}Config",
+        "shared_x": schedule.shared_x,
+        "layout": "PointwiseLayout" if schedule.shared_x else "Sm90Layout",
         "turned": geometry.turned,
         "packed": geometry.packed,
         "packs": geometry.pack_blocks > 0,
@@ -157,36 +163,57 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
     }
 
 
-def _plane_kernel(problem: SeparableConv2dProblem, schedule: Schedule) -> dict[str, Any]:
-    """What a translation unit states of the depthwise kernel on planes."""
-    geometry = PlaneGeometry(problem, schedule)
+def _depthwise_kernel(problem: SeparableConv2dProblem, schedule: Schedule, of_block: bool) -> dict[str, Any]:
+    """What a translation unit states of the depthwise kernel in front of a pointwise one. `of_block`: behind another."""
     stated = _kernel("depthwise", problem, schedule.pointwise)
     names = (
         "kChannelsLast", "kC", "kO", "kKernelH", "kKernelW", "kStrideH", "kStrideW", "kDilationH", "kDilationW",
-        "kDwBias", "kPwBias", "kDepthwise", "kResidual", "kFp16Range",
+        "kDwBias", "kPwBias", "kDepthwise", "kResidual", "kFp16Range", "kExpandC",
     )  # fmt: skip
-    return stated | {
-        "constants": {name: stated["constants"][name] for name in names}
-        | {
-            "kTileOc": 8,  # output channels of a lane, where a pixel is made anew
+    constants = {name: stated["constants"][name] for name in names}
+    constants["kTileOc"] = 8  # output channels of a lane, where a pixel is made anew
+    if schedule.plane_rows:
+        geometry = PlaneGeometry(problem, schedule)
+        constants |= {
             "kPlaneRows": schedule.plane_rows,
             "kPlaneColumns": schedule.plane_columns,
             "kPlaneChannels": geometry.channels,
             "kPlaneSlots": geometry.slots,
             "kPlaneOffset": geometry.plane_offset,
-            "kSharedBytes": geometry.shared_bytes,
-        },
-    }
+        }
+    else:
+        geometry = DirectGeometry(problem, schedule)
+        constants |= {
+            "kThreadRows": schedule.thread_rows,
+            "kThreadColumns": schedule.thread_columns,
+            "kOfBlock": of_block,
+            "kMostLanes": geometry.most_lanes,
+            "kThreads": geometry.threads,
+        }
+    constants |= {"kFlagOffset": geometry.flag_offset, "kSharedBytes": geometry.shared_bytes}
+    return stated | {"planes": schedule.plane_rows > 0, "constants": constants}
 
 
-def _two_kernels(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> list[dict[str, Any]]:
+def _separable(
+    name: str, problem: SeparableConv2dProblem, schedule: Schedule, of_block: bool = False
+) -> dict[str, Any]:
+    """The kernels of a separable convolution: of a depthwise stage of its own, if there is one, and the others."""
+    if not schedule.apart:
+        return {"depthwise": None, "kernels": [_kernel(name, problem, schedule)]}
+    behind = _kernel("pointwise", problem.pointwise, schedule.pointwise)
+    return {"depthwise": _depthwise_kernel(problem, schedule, of_block), "kernels": [behind]}
+
+
+def _block(problem: SeparableBlock1dProblem, schedule: BlockSchedule) -> dict[str, Any]:
+    """The same of a block in kernels of the separable operator."""
     expand = _kernel("expand", problem.expand, schedule.expand)
-    project = _kernel("project", problem.project, schedule.project)
+    unit = _separable("project", problem.project, schedule.project, of_block=True)
     if problem.dtype == "float16":
         # A hidden value beyond fp16's range becomes NaN in memory, and the pixels that it reaches start from x again.
         expand["activation"] = "HalfOrNan"
-        project["constants"] |= {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
-    return [expand, project]
+        exact = unit["depthwise"] or unit["kernels"][0]
+        exact["constants"] |= {"kExpandC": problem.c, "kExpandBias": problem.expand_bias}
+    return unit | {"kernels": [expand, *unit["kernels"]]}
 
 
 def _fused_unit(problem: SeparableBlock1dProblem, tile: FusedTile) -> dict[str, Any]:
@@ -276,13 +303,9 @@ def render_anew(problem: Problem, schedule: Schedule | BlockSchedule, arch: str)
     if isinstance(schedule, BlockSchedule) and schedule.form == "fused":
         unit = _environment().get_template("block1d_sm90.cu.j2")
         return _inline(unit.render(title=heading, **_fused_unit(problem, schedule.tile)))
-    planes = None
     if isinstance(problem, SeparableBlock1dProblem):
-        kernels = _two_kernels(problem, schedule)
-    elif schedule.plane_rows:
-        planes = _plane_kernel(problem, schedule)
-        kernels = [_kernel("pointwise", problem.pointwise, schedule.pointwise)]
+        kernels = _block(problem, schedule)
     else:
-        kernels = [_kernel("separable2d", problem, schedule)]
+        kernels = _separable("separable2d", problem, schedule)
     unit = _environment().get_template(f"separable2d_{schedule.path}.cu.j2")
-    return _inline(unit.render(title=heading, kernels=kernels, planes=planes))
+    return _inline(unit.render(title=heading, **kernels))

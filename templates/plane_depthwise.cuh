@@ -4,7 +4,7 @@
 // tap[k - n], so that D[m][n] is output 8m + n. An MMA has two rows of x and of outputs, and what is loaded of two rows serves every row of outputs
 // that they reach. A warp has a channel. Where a tile has fewer than 8 blocks of an image, the others are of further images.
 //
-// Planes lie in the workspace, which the launch before fills (pack_planes): behind the tables of taps, [channel][image][row][column] with `shift`
+// Planes lie in the workspace, which a kernel before fills (pack_planes): behind the tables of taps, [channel][image][row][column] with `shift`
 // zeros before a row's first pixel, by which TMA's windows start on 16 bytes. Zero fill is the rest of the padding. Outputs go to `args.y`, the x of
 // the pointwise kernel. A kernel of one row of taps takes all rows of all images as one image's.
 //
@@ -324,35 +324,15 @@ CUTLASS_DEVICE void plane_depthwise(Arguments const& args, cute::TmaDescriptor c
   }
 }
 
-/// In fp16, behind the pointwise kernel: makes pixels anew of whose depthwise outputs (`args.block_x`) fp16 does not hold all.
+/// The kernel before: tables of taps and planes.
 template <class Config>
-CUTLASS_DEVICE void mend_outputs(Arguments const& args) {
-  using L = PlaneLayout<Config>;
-  await_grid_before();
-  admit_next_grid();
-  if (*reinterpret_cast<int const*>(static_cast<char const*>(args.workspace) + L::kFlagOffset) == 0) return;
-  auto const* const outputs = static_cast<typename L::Element const*>(args.block_x);
-  int const lane = threadIdx.x % 32, pixels = args.p * args.q;
-  int64_t const warps = int64_t(gridDim.x) * blockDim.x / 32, own = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32;
-  CUTLASS_PRAGMA_NO_UNROLL
-  for (int64_t i = own; i < int64_t(args.n) * pixels; i += warps) {
-    int const n = int(i / pixels), pixel = int(i % pixels);
-    float check = 0.f;
-    for (int c = lane; c < Config::kC; c += 32)
-      check = fmaf(float(outputs[Config::kChannelsLast ? i * Config::kC + c : (int64_t(n) * Config::kC + c) * pixels + pixel]), 0.f, check);
-    if (!__any_sync(0xffffffffu, check != check)) continue;
-    CUTLASS_PRAGMA_NO_UNROLL
-    for (int oc = lane * Config::kTileOc; oc < Config::kO; oc += 32 * Config::kTileOc)
-      exact_pixel<Config>(args, n, oc, pixel / args.q, pixel % args.q);
-  }
-}
-
-/// The launch before: block `block` of those that make tables of taps and planes.
-template <class Config>
-CUTLASS_DEVICE void pack_planes(Arguments const& args, int block) {
+CUTLASS_DEVICE void pack_planes(Arguments const& args) {
   using L = PlaneLayout<Config>;
   using Element = typename L::Element;
   constexpr int kTables = L::kGroups * L::kChannels;
+  await_grid_before();
+  admit_next_grid();
+  int block = blockIdx.x;
   if (block == 0 && threadIdx.x == 0) *reinterpret_cast<int*>(static_cast<char*>(args.workspace) + L::kFlagOffset) = 0;
   if (block < kTables) {
     auto* const words = reinterpret_cast<uint32_t*>(args.workspace) + int64_t(block) * L::kChannelWords;
