@@ -35,13 +35,15 @@ from planner import GOOD, left_out  # noqa: E402
 from cutlass_sep import estimate, planner  # noqa: E402
 from cutlass_sep.bench import inputs, results  # noqa: E402
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry, FusedTile  # noqa: E402
+from cutlass_sep.direct import DirectGeometry  # noqa: E402
 from cutlass_sep.planes import PlaneGeometry  # noqa: E402
 from cutlass_sep.problem import Problem  # noqa: E402
-from cutlass_sep.schedule import PORTABLE_MARGIN, Geometry, Schedule  # noqa: E402
+from cutlass_sep.schedule import PORTABLE_MARGIN, Geometry, Schedule, packs  # noqa: E402
 
 ARCH = "sm_90a"
 #: What is fitted for each kind of kernel; constants that hold by arithmetic or by a measurement of their own are not.
-#: "diagonal" is path sm90 with the depthwise stage on tensor cores; "planes" where that is a kernel of its own.
+#: "diagonal" is path sm90 with the depthwise stage on tensor cores; "planes" and "direct" (by
+#: FMA) where that is a kernel of its own.
 CONSTANTS = {
     "sm90": (
         "_RUN", "_LATENCY", "_COPY", "_ROW", "_ITEM", "_STAGE", "_WAIT", "_STEP", "_MMA_WAIT", "_WAVEFRONT",
@@ -50,11 +52,16 @@ CONSTANTS = {
     "diagonal": ("_MARCH", "_SPLIT"),
     "portable": ("_PORTABLE_ISSUE", "_PORTABLE_SHARED", "_PORTABLE_GLOBAL", "_PORTABLE_ALONE", "_PORTABLE_CHUNK"),
     "planes": ("_PLANE_MMA", "_PLANE_WAVEFRONT", "_PLANE_TILE", "_FEW_WARPS", "_PLANE_COPY"),
+    "direct": (
+        "_DIRECT_OUTPUT", "_DIRECT_LOAD", "_DIRECT_UNIT", "_DIRECT_TABLE", "_DIRECT_ISSUE", "_DIRECT_WAVEFRONT",
+        "_DIRECT_LATENCY", "_DIRECT_STEP", "_DIRECT_MISSES", "_DIRECT_SHARE", "_DIRECT_START", "_DIRECT_TAIL",
+        "_SHARED_X_TENSOR", "_SHARED_X_BYTES", "_SHARED_X_ITEM", "_SHARED_X_OUTPUT", "BEHIND_US",
+    ),
     "fused": ("_FUSED_CHUNK", "_FUSED_TENSOR", "_FUSED_DEPTHWISE"),
     "fused fp32": ("_FUSED_FMA", "_FUSED_TAP", "_FUSED_OUTPUT"),
 }  # fmt: skip
 #: Kinds whose constants are fitted together.
-TOGETHER = (("sm90", "diagonal"), ("portable",), ("planes",), ("fused",), ("fused fp32",))
+TOGETHER = (("sm90", "diagonal"), ("portable",), ("planes",), ("direct",), ("fused",), ("fused fp32",))
 #: An error of this size, in its logarithm, is where outliers begin: they count in proportion, not squared.
 _SMALL = 0.05
 #: Share of an estimate's own error beside that of its order among a case's, which decides what is picked.
@@ -127,23 +134,35 @@ def _estimate(problem: Problem, schedule: Schedule | BlockSchedule, *, packed: b
 
     packed: whether a launch packs the weights of kernels that no longer need that.
     """
-    if isinstance(schedule, Schedule) and schedule.plane_rows:
-        planes = PlaneGeometry(problem, schedule)
-        pointwise = _of_geometry(Geometry(problem.pointwise, schedule.pointwise), packed)
-        return "planes", lambda: estimate.planes_us(planes) + pointwise()
     if isinstance(schedule, Schedule):
-        return _kind(schedule), _of_geometry(Geometry(problem, schedule), packed)
+        return _half(problem, schedule, packed)
     if schedule.form == "fused":
         fused = FusedGeometry(problem, schedule.tile)
         return "fused fp32" if fused.scaled else "fused", lambda: estimate.fused_us(fused)
-    halves = Geometry(problem.expand, schedule.expand), Geometry(problem.project, schedule.project)
-    first, second = (_of_geometry(half, packed) for half in halves)
-    once = packed or all(half.pack_blocks for half in halves)
+    (_, first), (kind, second) = (
+        _half(half, part, packed)
+        for half, part in ((problem.expand, schedule.expand), (problem.project, schedule.project))
+    )
+    once = packed or packs(problem.expand, schedule.expand) and packs(problem.project, schedule.project)
     shared = lambda: estimate.SHARED_US + estimate.PACKING_US * once  # noqa: E731
-    return _kind(schedule.project), lambda: first() + second() - shared()
+    return kind, lambda: first() + second() - shared()
+
+
+def _half(problem: Problem, schedule: Schedule, packed: bool) -> tuple[str, Callable[[], float]]:
+    """The same of a separable convolution."""
+    if not schedule.apart:
+        return _kind(schedule), _of_geometry(Geometry(problem, schedule), packed)
+    pointwise = _of_geometry(Geometry(problem.pointwise, schedule.pointwise), packed)
+    if schedule.plane_rows:
+        planes = PlaneGeometry(problem, schedule)
+        return "planes", lambda: estimate.planes_us(planes) + pointwise()
+    direct = DirectGeometry(problem, schedule)
+    return "direct", lambda: estimate.direct_us(direct) - estimate.BEHIND_US + pointwise()
 
 
 def _of_geometry(geometry: Geometry, packed: bool) -> Callable[[], float]:
+    if geometry.schedule.shared_x:
+        return lambda: estimate.pointwise_us(geometry)
     if geometry.schedule.path == "sm90":
         return lambda: estimate.sm90_us(geometry) + estimate.PACKING_US * (packed and not geometry.pack_blocks)
     return lambda: estimate.portable_us(geometry, ARCH)

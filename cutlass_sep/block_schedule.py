@@ -458,6 +458,6 @@ def estimate(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch: st
     if schedule.form == "fused":
         return estimates.fused_us(FusedGeometry(problem, schedule.tile))
     halves = ((problem.expand, schedule.expand), (problem.project, schedule.project))
-    both_pack = all(separable.Geometry(half, part).pack_blocks for half, part in halves)  # by one launch
+    both_pack = all(separable.packs(half, part) for half, part in halves)  # by one launch
     total = sum(separable.estimate(half, part, arch) for half, part in halves)
     return total - estimates.SHARED_US - estimates.PACKING_US * both_pack

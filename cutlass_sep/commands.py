@@ -568,9 +568,10 @@ def _choice(built: Operation) -> str:
     """Path, form and what makes the depthwise outputs, for a reader."""
     last = getattr(built.schedule, "project", None) or built.schedule
     fused = built.form == "fused" and built.problem.fp32_precision != "ieee"
-    on_tensor_cores = fused or bool(getattr(last, "mma_q", 0) or getattr(last, "plane_rows", 0))
+    apart = getattr(last, "apart", False)
+    on_tensor_cores = fused or bool(last.plane_rows if apart else getattr(last, "mma_q", 0))
     form = f", form {built.form}" if built.form else ""
-    of_its_own = " in a kernel of its own" * bool(getattr(built.schedule, "plane_rows", 0))
+    of_its_own = " in a kernel of its own" * apart
     return f"path {built.path}{form}, depthwise {'on tensor cores' if on_tensor_cores else 'by FMA'}{of_its_own}"
 
 

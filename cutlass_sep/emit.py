@@ -15,9 +15,12 @@ from .problem import DTYPES
 from .schedule import LONG_ITEM, LONG_ITEM_PERCENT, MAX_EXTENT
 
 if TYPE_CHECKING:
+    from .direct import DirectGeometry
     from .kernel import Stage, TensorMap
     from .op import Operation
+    from .planes import PlaneGeometry
     from .problem import SeparableBlock1dProblem, SeparableConv2dProblem
+    from .schedule import Schedule
 
 #: The file by whose first line, which names the operator, a folder is known as an earlier emission.
 _CHECK = "check.py"
@@ -142,7 +145,7 @@ def _render(op: Operation, name: str) -> dict[str, str]:
         "tma": path == "sm90",
         "alignment": alignment,
         "pack_threads": kernel.PACK_THREADS,
-        "planes": op.form is None and op.schedule.plane_rows > 0,
+        "flat": any(stage["name"] == "pointwise" or stage.get("pairs") for stage in stages),
         "most_pixels": MAX_EXTENT,
         "long_item": LONG_ITEM,
         "long_item_percent": LONG_ITEM_PERCENT,
@@ -171,8 +174,8 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     stages = op.kernel.stages
     if op.form is None:
         weights = [f"tensors.{name}" for name in ("dw_weight", "pw_weight", "dw_bias", "pw_bias")]
-        if op.schedule.plane_rows:
-            return _plane_stages(op, weights)
+        if op.schedule.apart:
+            return _apart_stages(stages, "tensors.x", weights, "unpacked", op.problem)
         pointers = ["tensors.x", *weights, "tensors.y", _packed(stages[0]), *["nullptr"] * 3]
         return [_separable_stage(stages[0], pointers)]
     weights = [f"tensors.{name}" for name in ("dw_weight", "project_weight", "dw_bias", "project_bias")]
@@ -180,57 +183,112 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
     if op.form == "fused":
         x = "unpacked" if stages[0].geometry.scaled else "tensors.x"
         return [_fused_stage(stages[0], [x, *weights, "tensors.y", _packed(stages[0]), *of_block])]
-    expand, project = stages
+    expand, *rest = stages
     expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
-    packed = _packed(project, behind=expand.geometry.workspace_bytes)
-    return [
-        _separable_stage(expand, ["tensors.x", *expand_weights, "unpacked", _packed(expand), *["nullptr"] * 3]),
-        _separable_stage(project, ["unpacked", *weights, "tensors.y", packed, *of_block]),
-    ]
+    first = _separable_stage(
+        expand, ["tensors.x", *expand_weights, "unpacked", _packed(expand), *["nullptr"] * 3], _FLAT * _flat(expand)
+    )
+    behind = expand.geometry.workspace_bytes
+    if op.schedule.project.apart:
+        outputs = f"unpacked + {_hidden(op.problem)}"
+        return [first, *_apart_stages(rest, "unpacked", weights, outputs, op.problem.project, behind, of_block)]
+    project = rest[0]
+    pointers = ["unpacked", *weights, "tensors.y", _packed(project, behind), *of_block]
+    return [first, _separable_stage(project, pointers)]
 
 
-def _plane_stages(op: Operation, weights: list[str]) -> list[dict[str, Any]]:
-    """Those of a depthwise kernel on planes: the workspace has outputs, taps and planes, then packed weights."""
-    depthwise, pointwise, *mend = op.kernel.stages
-    g, p = depthwise.geometry, op.problem
-    planes, (_, pw_weight, _, pw_bias) = f"unpacked + {_plane_outputs(p)}", weights
-    kept = {"march": False, "steps": 0, "stride_h": 1, "kernel_rows": 1, "turned": False, "runs": False}
-    kept |= {"pads": (p.padding.top, p.padding.left), "sizes": _SIZES, "workspace_bytes": 0, "threads": g.threads}
-    images, rows = ("1", "n * h") if g.one_row else ("n", "h")
-    pitch = f"int64_t(round_up(w + {g.shift}, 8))"
-    x_map = {
-        "address": f"{planes} + {g.plane_offset}", "type": _DATA_TYPES[p.dtype], "size": p.element_size, "swizzle": 0,
-        "extents": (f"w + {g.shift}", images, rows, p.c), "box": depthwise.maps[0].box,
-        "strides": (("h", pitch), (pitch,), ("n", "h", pitch)),
-    }  # fmt: skip
-    units = f"ceil_div(w + {g.shift}, 8)"
-    planes_packed = f"n * h * ceil_div({units}, 8) * {-(-p.c // 64)}"
-    if p.layout != "channels_last":
-        planes_packed = f"(size_t({p.c}) * n * h * {units} + 255) / 256"
-    found = [
-        kept | {
-            "name": depthwise.name, "pointers": ["tensors.x", *weights, "unpacked", planes, *["nullptr"] * 3],
-            "maps": [x_map], "packs": True, "pack_blocks": f"{g.groups * g.channels} + {planes_packed}",
-            "shared_bytes": g.shared_bytes, "item_n": g.tile_images, "item_q": op.schedule.plane_columns,
-            "tile_p": op.schedule.plane_rows, "oc_tiles": g.groups,
-            "covers": ("1", "n * p") if g.one_row else ("n", "p"),
-        }
-    ]  # fmt: skip
-    pointers = ["unpacked", "nullptr", pw_weight, "nullptr", pw_bias, "tensors.y", _packed(pointwise), *["nullptr"] * 3]
-    images, pixels = ("1", "n * p * q") if p.layout == "channels_last" else ("n", "p * q")
-    sizes = (images, "1", pixels, "1", pixels)
-    found.append(_separable_stage(pointwise, pointers, sizes))
-    if mend:
-        pointers = ["tensors.x", *weights, "tensors.y", planes, "unpacked", "nullptr", "nullptr"]
-        pixels = {"item_n": 1, "item_q": 1, "tile_p": 1, "oc_tiles": 1, "covers": ("n", "p")}
-        own = {"name": mend[0].name, "pointers": pointers, "maps": [], "packs": False, "shared_bytes": 0}
-        found.append(kept | pixels | own)
+#: N, H, W, P, Q of a main kernel, expressions; of one that sees all images as one row of pixels.
+_SIZES = ("n", "h", "w", "p", "q")
+_FLAT = ("1", "1", "n * p * q", "1", "n * p * q")
+
+
+def _flat(stage: Stage) -> bool:
+    return stage.geometry.schedule.shared_x
+
+
+def _apart_stages(
+    stages: list[Stage], x: str, weights: list[str], outputs: str, p: SeparableConv2dProblem, behind: int = 0,
+    of_block: list[str] | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Those of a depthwise kernel of its own, and of what belongs to it.
+
+    outputs: where in the workspace it leaves its outputs; what else it needs there is behind them.
+    behind: bytes of packed weights of kernels before.
+    """
+    from .kernel import DepthwiseStage, DirectStage, MendStage, PackPlanesStage
+
+    g, (_, pw_weight, _, pw_bias) = stages[0].geometry, weights
+    scratch, found, index = f"{outputs} + {_depthwise_outputs(p)}", [], 1 if of_block else 0
+    for stage in stages:
+        if not isinstance(stage, DepthwiseStage):
+            block_x = of_block[0] if of_block else "nullptr"
+            pointers = [outputs, "nullptr", pw_weight, "nullptr", pw_bias, "tensors.y", _packed(stage, behind), block_x]
+            images, pixels = ("1", "n * p * q") if p.layout == "channels_last" else ("n", "p * q")
+            found.append(_separable_stage(stage, [*pointers, "nullptr", "nullptr"], (images, "1", pixels, "1", pixels)))
+            continue
+        own = {
+            "name": stage.name, "pads": (p.padding.top, p.padding.left), "sizes": _SIZES, "workspace_bytes": 0,
+            "threads": stage.threads, "shared_bytes": stage.shared_bytes, "packs": False, "maps": [], "steps": "0",
+            "pointers": [x, *weights, outputs, scratch, *["nullptr"] * 3],
+        }  # fmt: skip
+        if isinstance(stage, DirectStage):
+            own["blocks"] = _direct_blocks(g)
+        elif isinstance(stage, PackPlanesStage):
+            own["blocks"] = _pack_planes_blocks(g)
+        elif isinstance(stage, MendStage):
+            own["blocks"] = "std::min<int64_t>(int64_t(n) * p * q, kernels.processors)"
+            own["steps"] = f"int(blocks[{index}])" if g.schedule.thread_rows else "1"
+            rest = of_block or [outputs, "nullptr", "nullptr"]
+            own["pointers"] = [outputs if of_block else x, *weights, "tensors.y", scratch, *rest]
+        else:
+            own["blocks"] = _plane_blocks(g)
+            own["maps"] = [_plane_map(stage, scratch)]
+        found.append(own)
     return found
 
 
-def _plane_outputs(p: SeparableConv2dProblem) -> str:
+def _direct_blocks(g: DirectGeometry) -> str:
+    from . import direct
+
+    s = g.schedule
+    tiles = f"int64_t(n) * ceil_div(p, {s.thread_rows}) * ceil_div(q, {s.thread_columns})"
+    most = f"std::min({direct.BLOCKS} * kernels.processors, {direct.MOST_BLOCKS}) / {g.slabs}"
+    return f"{g.slabs} * std::min<int64_t>(({tiles} + {g.units - 1}) / {g.units}, std::max(1, {most}))"
+
+
+def _pack_planes_blocks(g: PlaneGeometry) -> str:
+    units, tables, c = f"ceil_div(w + {g.shift}, 8)", g.groups * g.channels, g.problem.c
+    if g.problem.layout == "channels_last":
+        return f"{tables} + int64_t(n) * h * ceil_div({units}, 8) * {-(-c // 64)}"
+    return f"{tables} + (int64_t({c}) * n * h * {units} + 255) / 256"
+
+
+def _plane_blocks(g: PlaneGeometry) -> str:
+    s = g.schedule
+    images, rows = ("1", "n * p") if g.one_row else ("n", "p")
+    tiles = f"ceil_div({images}, {g.tile_images}) * ceil_div({rows}, {s.plane_rows}) * ceil_div(q, {s.plane_columns})"
+    return f"std::min<int64_t>(int64_t({g.groups}) * {tiles}, kernels.processors)"
+
+
+def _plane_map(stage: Stage, scratch: str) -> dict[str, Any]:
+    g, p = stage.geometry, stage.geometry.problem
+    images, rows = ("1", "n * h") if g.one_row else ("n", "h")
+    pitch = f"int64_t(round_up(w + {g.shift}, 8))"
+    return {
+        "address": f"{scratch} + {g.plane_offset}", "type": _DATA_TYPES[p.dtype], "size": p.element_size, "swizzle": 0,
+        "extents": (f"w + {g.shift}", images, rows, p.c), "box": stage.maps[0].box,
+        "strides": (("h", pitch), (pitch,), ("n", "h", pitch)),
+    }  # fmt: skip
+
+
+def _depthwise_outputs(p: SeparableConv2dProblem) -> str:
     """Bytes of the depthwise outputs, an expression of n, h, w."""
     return f"round_up(size_t(n) * {p.c} * output_height(h) * output_width(w) * kElementBytes, 256)"
+
+
+def _hidden(p: SeparableBlock1dProblem) -> str:
+    """Bytes of the hidden channels, an expression of n, h, w."""
+    return f"round_up(size_t(n) * {p.e} * h * w * kElementBytes, 256)"
 
 
 def _packed(stage: Stage, behind: int = 0) -> str:
@@ -238,10 +296,6 @@ def _packed(stage: Stage, behind: int = 0) -> str:
     if not stage.packs:
         return "nullptr"
     return f"packed + {behind}" if behind else "packed"
-
-
-#: N, H, W, P, Q of a main kernel, expressions.
-_SIZES = ("n", "h", "w", "p", "q")
 
 
 def _stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -> dict[str, Any]:
@@ -258,22 +312,22 @@ def _stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -
         "packs": stage.packs,
         "pack_blocks": str(stage.geometry.pack_blocks),
         "sizes": sizes,
-        "covers": (sizes[0], sizes[3]),
-        "item_n": 1,
+        "steps": None,  # and of the grid: launch.hpp.j2 knows them by the work items
+        "blocks": None,
     } | own
 
 
-def _separable_stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -> dict[str, Any]:
+def _separable_stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = ()) -> dict[str, Any]:
     g, p = stage.geometry, stage.geometry.problem
-    values = _stage(stage, pointers, sizes)
+    values = _stage(stage, pointers, sizes or _SIZES)
     if g.runs:  # the window depends on the map
         channels, *_, images = values["maps"][0]["box"]
         values["maps"][0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)
     return values | {
-        "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles,
-        "march": g.schedule.path == "sm90" and g.march, "steps": g.tiles_down, "stride_h": p.stride[0],
-        "kernel_rows": g.window_rows(1), "turned": g.turned, "runs": g.runs, "run_window": g.schedule.run_window,
-        "pads": (p.padding.top, p.padding.left),
+        "item_q": g.item_q, "tile_p": g.tile_p, "oc_tiles": g.oc_tiles, "pairs": g.schedule.shared_x,
+        "march": g.schedule.path == "sm90" and not g.schedule.shared_x and g.march, "tiles_down": g.tiles_down,
+        "stride_h": p.stride[0], "kernel_rows": g.window_rows(1), "turned": g.turned, "runs": g.runs,
+        "run_window": g.schedule.run_window, "pads": (p.padding.top, p.padding.left),
     }  # fmt: skip
 
 
@@ -283,9 +337,9 @@ def _fused_stage(stage: Stage, pointers: list[str]) -> dict[str, Any]:
     g = stage.geometry
     x_blocks = f" + n * ceil_div(w, {PACK_POSITIONS})" if g.scaled else ""
     return _stage(stage, pointers) | {
-        "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "march": False, "steps": 0, "stride_h": 1,
-        "kernel_rows": 1, "turned": False, "runs": False, "pads": (0, g.problem.pads[0]), "scaled": g.scaled,
-        "pack_blocks": f"{g.weight_blocks}{x_blocks}",
+        "item_q": g.tile_positions, "tile_p": 1, "oc_tiles": 1, "pairs": False, "march": False, "tiles_down": 0,
+        "stride_h": 1, "kernel_rows": 1, "turned": False, "runs": False, "pads": (0, g.problem.pads[0]),
+        "scaled": g.scaled, "pack_blocks": f"{g.weight_blocks}{x_blocks}",
     }  # fmt: skip
 
 
@@ -298,7 +352,7 @@ def _map(
     """A TMA descriptor as `launch` encodes it, which knows the channels alone and calls a length w."""
 
     def known(factors: tuple[int | str, ...]) -> list[int | str]:
-        names = sizes | {"l": "w", "map_pixels": "p * q"}
+        names = sizes | {"l": "w", "map_pixels": "p * q", "pixels": sizes["q"]}
         return [getattr(problem, f) if f in ("c", "o", "e") else names.get(f, f) for f in factors]
 
     strides = [known(own) for own in of.factors()]
@@ -311,15 +365,23 @@ def _map(
 def _unpacked(op: Operation) -> str | None:
     """Bytes of the workspace before the packed weights, an expression of n, h, w."""
     p = op.problem
-    if op.form is None and op.schedule.plane_rows:  # depthwise outputs, taps, planes
-        g = op.kernel.stages[0].geometry
-        planes = f"size_t({p.c}) * n * h * round_up(w + {g.shift}, 8) * kElementBytes"
-        return f"{_plane_outputs(p)} + round_up({g.plane_offset} + {planes}, 256)"
-    if op.form == "two_kernel":  # the hidden channels
-        return f"round_up(size_t(n) * {p.e} * h * w * kElementBytes, 256)"
-    if op.form == "fused" and (g := op.kernel.stages[0].geometry).scaled:  # x in fp16; a scale of each 8 positions
+    if op.form is None:
+        return _apart_bytes(p, op.schedule, op.kernel.stages) if op.schedule.apart else None
+    if op.form == "two_kernel":
+        apart = _apart_bytes(p.project, op.schedule.project, op.kernel.stages[1:]) if op.schedule.project.apart else "0"
+        return f"{_hidden(p)} + {apart}"
+    if (g := op.kernel.stages[0].geometry).scaled:  # x in fp16; a scale of each 8 positions
         return f"round_up(size_t(n) * {g.parts * p.c} * w * 2, 256) + round_up(size_t(n) * ceil_div(w, 8) * 4, 256)"
     return None
+
+
+def _apart_bytes(p: SeparableConv2dProblem, schedule: Schedule, stages: list[Stage]) -> str:
+    """Bytes of depthwise outputs in the workspace, and of what their kernel needs behind them."""
+    g = stages[0].geometry
+    if not schedule.plane_rows:
+        return f"{_depthwise_outputs(p)} + {g.workspace_bytes}"
+    planes = f"size_t({p.c}) * n * h * round_up(w + {g.shift}, 8) * kElementBytes"
+    return f"{_depthwise_outputs(p)} + round_up({g.plane_offset} + {planes}, 256)"
 
 
 def _tap_errors(op: Operation) -> int:

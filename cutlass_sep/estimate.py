@@ -69,10 +69,10 @@ _PLANE_COPY = 3.0
 #: A pointwise kernel with x in shared memory: cycles of a cycle of tensor cores, bytes a cycle that arrive, cycles of a
 #: tile beside its steps, and of an output channel.
 _SHARED_X_TENSOR, _SHARED_X_BYTES, _SHARED_X_ITEM, _SHARED_X_OUTPUT = 1.1, 50.0, 1200.0, 4.0
-#: A depthwise kernel by FMA, fitted to the times of 13 layers in bf16 and 14 in fp32. Instructions of a value that leaves, of
-#: a vector that is loaded, of a thread's outputs beside these; cycles of a tap on its way to the table, of an instruction
-#: and of a load's wavefront; of the first load, and part of that for each step; part of the loads that L1 misses, and of
-#: the device's bandwidth; cycles to start; how much longer than evenly dealt the blocks take.
+#: A depthwise kernel by FMA, fitted to the times of 13 layers in bf16 and 14 in fp32. Instructions of a value that
+#: leaves, of a vector that is loaded, of a thread's outputs beside these; cycles of a tap on its way to the table, of
+#: an instruction and of a load's wavefront; of the first load, and part of that for each step; part of the loads that
+#: L1 misses, and of the device's bandwidth; cycles to start; how much longer than evenly dealt the blocks take.
 _DIRECT_OUTPUT, _DIRECT_LOAD, _DIRECT_UNIT, _DIRECT_TABLE = 1.5, 9.0, 50.0, 4.0
 _DIRECT_ISSUE, _DIRECT_WAVEFRONT, _DIRECT_LATENCY, _DIRECT_STEP = 1.09, 0.5, 930.0, 0.85
 _DIRECT_MISSES, _DIRECT_SHARE, _DIRECT_START, _DIRECT_TAIL = 0.2, 0.81, 4330.0, 0.29
@@ -289,7 +289,7 @@ def direct_us(g: DirectGeometry) -> float:
     x, outputs = p.n * p.c * p.h * p.w * size, p.n * p.c * p.p * p.q * size
     rows = min((s.thread_rows - 1) * p.stride[0] + (p.kernel[0] - 1) * p.dilation[0] + 1, s.thread_rows * p.kernel[0])
     taps = -(-p.kernel[1] // g.row_steps)
-    steps, pairs = rows * g.row_steps, s.thread_rows * p.kernel[0] * g.row_steps  # pairs: of a step and a row of outputs
+    steps, pairs = rows * g.row_steps, s.thread_rows * p.kernel[0] * g.row_steps  # pairs: a step, a row of outputs
     loads, table_loads = steps * g.columns, pairs * taps * g.vector // 4
     unpack = g.vector * g.columns * pairs if size == 2 else 0
     values = g.vector * s.thread_rows * s.thread_columns

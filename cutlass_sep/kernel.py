@@ -250,12 +250,13 @@ class DepthwiseStage(Stage):
     packs = False
 
     def configuration(self, processors: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        g, p = self.geometry, self.geometry.problem
+        p = self.geometry.problem
         scalars = (p.n, p.h, p.w, p.p, p.q, p.padding.top, p.padding.left, self._flags(processors))
-        return (self._blocks(processors), 1, 1, self._threads, 1, 1, self.shared_bytes), scalars
+        return (self._blocks(processors), 1, 1, self.threads, 1, 1, self.shared_bytes), scalars
 
     @property
-    def _threads(self) -> int:
+    def threads(self) -> int:
+        """Threads of a block."""
         return self.geometry.threads
 
     @abstractmethod
@@ -281,7 +282,7 @@ class PackPlanesStage(DepthwiseStage):
     """The kernel that leaves planes of x, and tables of taps, in the workspace for PlaneStage."""
 
     shared_bytes = 0
-    _threads = PACK_THREADS
+    threads = PACK_THREADS
 
     def _blocks(self, processors: int) -> int:
         return self.geometry.pack_blocks
@@ -306,7 +307,7 @@ class MendStage(DepthwiseStage):
     """The kernel that makes pixels anew whose depthwise outputs fp16 does not hold; most often it finds none."""
 
     shared_bytes = 0
-    _threads = PACK_THREADS
+    threads = PACK_THREADS
 
     def _blocks(self, processors: int) -> int:
         p = self.geometry.problem
@@ -644,9 +645,10 @@ def _apart_pointers(
     weights, found = (dw_weight, pw_weight, dw_bias, pw_bias), []
     scratch = outputs + stages[0].geometry.outputs_bytes
     for stage in stages:
-        if isinstance(stage, MendStage):  # Arguments have no place for outputs beside x, which a block's does not need
-            mend = (outputs, *weights, y, scratch, *of_block) if any(of_block) else (x, *weights, y, scratch, outputs, 0, 0)
-            found.append(mend)
+        if isinstance(stage, MendStage):  # a block's needs no x; else outputs have its place
+            in_block = any(of_block)
+            rest = of_block if in_block else (outputs, 0, 0)
+            found.append((outputs if in_block else x, *weights, y, scratch, *rest))
         elif isinstance(stage, DepthwiseStage):
             found.append((x, *weights, outputs, scratch, 0, 0, 0))
         else:

@@ -124,10 +124,11 @@ class Operation:
         `schedule` runs it. With the depthwise stage by FMA and not on the tensor cores, for instance:
 
             legal = cutlass_sep.planner.candidates(op.problem, op.arch, op.path, op.form)
-            schedule = next(schedule for schedule in legal if schedule.mma_q == 0 and not schedule.plane_rows)
+            schedule = next(schedule for schedule in legal if schedule.mma_q == 0 and not schedule.apart)
 
-        Those with `plane_rows` have the depthwise stage in a kernel of its own, on the tensor cores, and are described
-        by the pointwise kernel behind it. A schedule's JSON may be changed too: Unsupported says what of it cannot run.
+        Those that are `apart` have the depthwise stage in a kernel of its own (by FMA, with `plane_rows` on the tensor
+        cores), and are described by the pointwise kernel behind it. A schedule's JSON may be changed too: Unsupported
+        says what of it cannot run.
         """
         tiles = {}
         for schedule in self._legal():

@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def form(self) -> str | None:
-        """The block's form; None on path "torch" and for the 2-D operator (see `Schedule.plane_rows`)."""
+        """The block's form; None on path "torch" and for the 2-D operator (see `Schedule.apart`)."""
         return getattr(self.schedule, "form", None)
 
     def to_json(self) -> dict[str, Any]:
@@ -156,7 +156,8 @@ def plan(problem: Problem, arch: str, path: str | None = None, form: str | None 
                 # Of what is taken, the schedule taken: the best one of a path and form alone may be another.
                 taken = (found[0].path, getattr(found[0], "form", None)) == (name, each)
                 best = found[0] if taken else candidates(problem, arch, name, each)[0]
-                kind += " in two kernels" * bool(getattr(best, "plane_rows", 0))
+                if getattr(getattr(best, "project", None) or best, "apart", False):
+                    kind += f" in {'three' if each else 'two'} kernels"
                 estimates.append(f"{kind} {rules(problem).estimate(problem, best, arch):.0f} us")
             elif name == PATHS[0]:  # the other path has but one form
                 refused.append(f"{kind} cannot run it ({support.reason})")

@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
-from . import estimate as estimates
 from . import direct, planes
+from . import estimate as estimates
 from .direct import DirectGeometry
 from .planes import PlaneGeometry
 from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem, round_up
@@ -44,12 +44,12 @@ RUNS_FILL = 1.1
 MOST_TAPS = 64
 #: sm90: taps that the unrolled depthwise stage on tensor cores takes.
 MOST_DIAGONAL_TAPS = 128
-#: sm90: taps from which a depthwise kernel on planes is proposed, its tiles and pointwise kernels behind it.
-LEAST_PLANE_TAPS, PLANE_TILES, PLANE_POINTWISE = 33, 2, 2
-#: sm90: rows and columns of outputs of a thread of a depthwise kernel by FMA, those for one row of taps, and pointwise
-#: kernels behind it; stages of a pointwise kernel with x in shared memory, at most.
-DIRECT_TILES, DIRECT_ROW_TILES, DIRECT_POINTWISE = ((2, 8), (2, 4), (2, 2), (1, 4), (1, 2)), ((1, 8), (1, 4), (1, 2)), 2
-MOST_STAGES = 8
+#: sm90: taps from which a depthwise kernel on planes is proposed, and how many of its tiles.
+LEAST_PLANE_TAPS, PLANE_TILES = 33, 2
+#: sm90: rows and columns of outputs of a thread of a depthwise kernel by FMA, and those for one row of taps.
+DIRECT_TILES, DIRECT_ROW_TILES = ((2, 8), (2, 4), (2, 2), (1, 4), (1, 2)), ((1, 8), (1, 4), (1, 2))
+#: sm90: pointwise kernels that are proposed behind a depthwise one; stages of one with x in shared memory, at most.
+APART_POINTWISE, MOST_STAGES = 2, 8
 #: Schedules that `candidates` proposes on sm90.
 SM90_CANDIDATES = 8
 #: Sizes (images, rows and columns of the output) whose best schedules a layer's calls choose from: those BUILDS of them
@@ -719,7 +719,7 @@ def _no_direct(problem: SeparableConv2dProblem, schedule: Schedule) -> str | Non
     if g.most_lanes == 0:
         return f"{p.taps} taps of {g.vector} channels do not fit into {direct.MOST_TAP_BYTES} bytes of shared memory"
     if p.dilation[0] > 1 and schedule.thread_rows > 1:
-        return f"thread_rows={schedule.thread_rows} must be 1: rows of outputs share no row of x at dilation {p.dilation}"
+        return f"rows of outputs share no row of x at dilation {p.dilation}: it must be 1"
     if g.registers > direct.REGISTERS:
         return f"about {g.registers} registers a thread, {direct.REGISTERS} at hand"
     if g.slabs > direct.MOST_BLOCKS:
@@ -952,7 +952,8 @@ def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedul
 
 def _shared_x(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """A pointwise convolution alone with both operands in shared memory, which its stages fill."""
-    for tile_oc, warpgroups in itertools.product(_tile_ocs(problem.o), (2, 1)):
+    tile_ocs = dict.fromkeys(max(16, tile_oc) for tile_oc in _tile_ocs(problem.o))
+    for tile_oc, warpgroups in itertools.product(tile_ocs, (2, 1)):
         base = Schedule(
             "sm90", tile_oc, 64, 1, 4, warpgroups, side_by_side=warpgroups > 1, mma_q=16, row_slots=0, shared_x=True
         )
@@ -966,15 +967,24 @@ def _shared_x(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
                 yield replace(partial, row_slots=stages)
 
 
+@lru_cache(maxsize=1024)
+def behind(problem: SeparableConv2dProblem, arch: str) -> tuple[Schedule, ...]:
+    """The best pointwise kernels behind a depthwise one, by the pixels and channels alone."""
+    pointwise = problem.pointwise
+    if problem.element_size == 2 and problem.layout == "channels_last":
+        found = (schedule for schedule in _shared_x(pointwise, arch) if check(pointwise, schedule, arch))
+        return tuple(sorted(found, key=lambda s: estimate(pointwise, s, arch)))[:APART_POINTWISE]
+    return ranked(pointwise, "sm90", arch)[:APART_POINTWISE]
+
+
 def _direct(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """Depthwise kernels by FMA with the best pointwise kernels."""
     tiles = DIRECT_ROW_TILES if problem.kernel[0] == 1 else DIRECT_TILES
     made = [Schedule("sm90", 8, 64, 1, 4, 1, thread_rows=p, thread_columns=q) for p, q in tiles]
     made = [schedule for schedule in made if _not_apart(problem, schedule) is None]
-    pointwise = ranked(problem.pointwise, "sm90", arch)[:DIRECT_POINTWISE] if made else ()
     best = sorted(made, key=lambda s: estimates.direct_us(DirectGeometry(problem, s)))[:1]
-    for front, behind in itertools.product(best, pointwise):
-        yield replace(behind, thread_rows=front.thread_rows, thread_columns=front.thread_columns)
+    for front, pointwise in itertools.product(best, behind(problem, arch) if best else ()):
+        yield replace(pointwise, thread_rows=front.thread_rows, thread_columns=front.thread_columns)
 
 
 def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
@@ -985,10 +995,9 @@ def _planes(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     widths = [64] if problem.kernel[0] == 1 else [q for q in (64, 32, 16, 8) if q < 2 * problem.q or q == 8]
     tiles = (Schedule("sm90", 8, 64, 1, 4, 1, plane_rows=p, plane_columns=q) for q in widths for p in range(2, 17, 2))
     made = [PlaneGeometry(problem, tile) for tile in tiles if _not_apart(problem, tile) is None]
-    pointwise = ranked(problem.pointwise, "sm90", arch)[:PLANE_POINTWISE] if made else ()
     best = sorted(made, key=lambda g: (estimates.planes_us(g), -g.schedule.plane_columns))[:PLANE_TILES]
-    for g, behind in itertools.product(best, pointwise):
-        yield replace(behind, plane_rows=g.schedule.plane_rows, plane_columns=g.schedule.plane_columns)
+    for g, pointwise in itertools.product(best, behind(problem, arch) if best else ()):
+        yield replace(pointwise, plane_rows=g.schedule.plane_rows, plane_columns=g.schedule.plane_columns)
 
 
 def _turned(problem: SeparableConv2dProblem, padded: int) -> Iterator[Schedule]:
@@ -1136,6 +1145,12 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
     for s in found:
         best.setdefault(replace(s, row_slots=1, weight_slots=1, staging_groups=1), s)
     return tuple(best.values())[:SM90_CANDIDATES]
+
+
+def packs(problem: SeparableConv2dProblem, schedule: Schedule) -> bool:
+    """Whether a launch before packs weights for this problem's kernels."""
+    of = problem.pointwise if schedule.apart else problem
+    return Geometry(of, schedule.pointwise).pack_blocks > 0
 
 
 @lru_cache(maxsize=4096)

@@ -164,7 +164,7 @@ def _kernel(name: str, problem: SeparableConv2dProblem, schedule: Schedule) -> d
 
 
 def _depthwise_kernel(problem: SeparableConv2dProblem, schedule: Schedule, of_block: bool) -> dict[str, Any]:
-    """What a translation unit states of the depthwise kernel in front of a pointwise one. `of_block`: behind another."""
+    """What a translation unit states of the depthwise kernel in front of a pointwise one; `of_block`: behind one."""
     stated = _kernel("depthwise", problem, schedule.pointwise)
     names = (
         "kChannelsLast", "kC", "kO", "kKernelH", "kKernelW", "kStrideH", "kStrideW", "kDilationH", "kDilationW",

@@ -55,8 +55,10 @@ class Layer:
     @property
     def kind(self) -> str:
         """Path and form, as the plots and the page name them."""
-        two = self.row["form"] == "two_kernel" or (self.row["schedule"] or {}).get("plane_rows")
-        return self.row["path"] + (", two kernels" if two else "")
+        schedule = self.row["schedule"] or {}
+        last = schedule.get("project") or schedule
+        kernels = 1 + bool(last.get("plane_rows") or last.get("thread_rows")) + (self.row["form"] == "two_kernel")
+        return self.row["path"] + {1: "", 2: ", two kernels", 3: ", three kernels"}[kernels]
 
     @property
     def own_kernel(self) -> bool:
