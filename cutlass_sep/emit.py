@@ -228,8 +228,8 @@ def _apart_stages(
             continue
         own = {
             "name": stage.name, "pads": (p.padding.top, p.padding.left), "sizes": _SIZES, "workspace_bytes": 0,
-            "threads": stage.threads, "shared_bytes": stage.shared_bytes, "packs": False, "maps": [], "steps": "0",
-            "pointers": [x, *weights, outputs, scratch, *["nullptr"] * 3],
+            "threads": stage.threads, "shared_bytes": stage.shared_bytes, "packs": False, "runs": False, "maps": [],
+            "pointers": [x, *weights, outputs, scratch, *["nullptr"] * 3], "steps": "0",
         }  # fmt: skip
         if isinstance(stage, DirectStage):
             own["blocks"] = _direct_blocks(g)

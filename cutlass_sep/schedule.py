@@ -872,7 +872,7 @@ def _malformed(schedule: Schedule) -> str | None:
             return "packs_taps=True: on path portable all weights are packed"
         for name in ("plane_rows", "thread_rows", "shared_x"):
             if getattr(schedule, name):
-                return f"{name}={getattr(schedule, name)}: only on path sm90"
+                return f"{name}={getattr(schedule, name)}: on path portable one kernel runs a problem, by mma.sync"
         if schedule.side_by_side or schedule.split_channels:
             name = "side_by_side" if schedule.side_by_side else "split_channels"
             return f"{name}=True: on path portable the warps' tiles are arranged by warps_q alone"

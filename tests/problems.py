@@ -30,6 +30,11 @@ def problem_of(
     return operator.from_tensors(*tensors, **case.options, **precision).with_alignment(alignment)
 
 
+def in_one_kernel(found: Iterable[Schedule]) -> list[Schedule]:
+    """Those whose depthwise stage is no kernel of its own."""
+    return [schedule for schedule in found if not schedule.apart]
+
+
 def best_first(problem: SeparableConv2dProblem, arch: str, path: str, found: list[Schedule]) -> bool:
     """Whether `found` is what the layer keeps of the best legal schedules of its typical sizes, no choice of as many of
     which loses less over these sizes, and then the rest, both in order of estimates.

@@ -31,7 +31,7 @@ import cutlass_sep
 from cutlass_sep import arch as archs
 from cutlass_sep import emit, kernel, operators, toolchain
 from cutlass_sep.block_schedule import BlockSchedule
-from cutlass_sep.schedule import Schedule, ranked
+from cutlass_sep.schedule import Schedule, behind
 
 HERE = Path(__file__).parent
 FILES = ["check.py", "my_conv.cpp", "my_conv.cu", "my_conv.cubin", "my_conv.hpp"]
@@ -320,18 +320,51 @@ def test_the_host_launches_runs_of_pixels(tmp_path, driver, monkeypatch):
     ],
 )
 def test_the_host_launches_a_depthwise_kernel_on_planes(case, dtype, layout, tile, tmp_path, driver, monkeypatch):
-    path = "sm90"
-    legal = make_op(case, dtype, layout, path).problem
-    base = next(iter(ranked(legal.pointwise, path, "sm_90a")))
-    op = make_op(case, dtype, layout, schedule=replace(base, plane_rows=tile[0], plane_columns=tile[1]))
+    problem = make_op(case, dtype, layout, "sm90").problem
+    schedule = replace(behind(problem, "sm_90a")[0], plane_rows=tile[0], plane_columns=tile[1])
+    op = uncompiled(make_op(case, dtype, layout, schedule=schedule))
     names = [stage.name for stage in op.kernel.stages]
-    assert names == ["depthwise", "pointwise", "mend_outputs"][: 2 + (dtype == torch.float16)]
-    w, odd = legal.w, 8 if layout == "contiguous" else 3
-    sizes = [(legal.n, legal.h, w), (1, legal.h, w + odd), (70, legal.h, w)]
-    host = compare_launches(uncompiled(op), tmp_path, driver, monkeypatch, sizes)
+    assert names == ["pack_planes", "depthwise", "pointwise", "mend_outputs"][: 3 + (dtype == torch.float16)]
+    h, w, odd = problem.h, problem.w, 8 if layout == "contiguous" else 3
+    host = compare_launches(op, tmp_path, driver, monkeypatch, [(problem.n, h, w), (1, h, w + odd), (70, h, w)])
     # One row of pixels, as the pointwise kernel sees them, ends somewhere: here check() ends too.
     calls, error = host.run((1, 2**15, 2**14))
     assert "too many pixels" in error and not any(call["call"] == "launch" for call in calls)
+
+
+@pytest.mark.parametrize(
+    "case, dtype, tile",
+    [
+        (Case(n=3, c=40, o=64, h=14, w=14), torch.bfloat16, (2, 4)),
+        (Case(n=3, c=520, o=264, h=15, w=13, kernel=(5, 3), stride=2), torch.float16, (1, 2)),
+        (Case(n=2, c=264, o=72, h=30, w=17, kernel=(31, 31), padding=15), torch.float32, (2, 4)),
+    ],
+)
+def test_the_host_launches_a_depthwise_kernel_by_fma(case, dtype, tile, tmp_path, driver, monkeypatch):
+    problem = make_op(case, dtype, "channels_last", "sm90").problem
+    schedule = replace(behind(problem, "sm_90a")[0], thread_rows=tile[0], thread_columns=tile[1])
+    op = uncompiled(make_op(case, dtype, "channels_last", schedule=schedule))
+    names = [stage.name for stage in op.kernel.stages]
+    assert names == ["depthwise", "pointwise", "mend_outputs"][: 2 + (dtype == torch.float16)]
+    host = compare_launches(
+        op, tmp_path, driver, monkeypatch, [(problem.n, problem.h, problem.w), (1, 40, 33), (90, 60, 50)]
+    )
+    calls, error = host.run((1, 2**16, 2**15))
+    assert "too many pixels" in error and not any(call["call"] == "launch" for call in calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("tile", [{"thread_rows": 1, "thread_columns": 4}, {"plane_rows": 8, "plane_columns": 64}])
+def test_the_host_launches_a_block_in_three_kernels(tile, dtype, tmp_path, driver, monkeypatch):
+    if "plane_rows" in tile and dtype == torch.float32:
+        pytest.skip("planes are of 16 bit")
+    case = Block(n=3, c=256, e=520, l=333, kernel=33)
+    problem = make_op(case, dtype, "channels_last", "sm90", form="two_kernel").problem
+    expand, pointwise = behind(problem.expand, "sm_90a")[0], behind(problem.project, "sm_90a")[0]
+    schedule = BlockSchedule("two_kernel", "sm90", expand, replace(pointwise, **tile))
+    op = uncompiled(make_op(case, dtype, "channels_last", schedule=schedule))
+    assert op.kernel.stages[0].name == "expand" and "depthwise" in [stage.name for stage in op.kernel.stages]
+    compare_launches(op, tmp_path, driver, monkeypatch)
 
 
 @pytest.mark.parametrize("mma_q", [0, 8])

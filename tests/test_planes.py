@@ -13,7 +13,7 @@ from separable import Case
 
 from cutlass_sep import arch as archs
 from cutlass_sep import planner
-from cutlass_sep.block_schedule import BlockSchedule
+from cutlass_sep.kernel import make as kernel_of
 from cutlass_sep.planes import PlaneGeometry
 from cutlass_sep.problem import round_up
 from cutlass_sep.schedule import Schedule, candidates, check, for_size, ranked
@@ -104,7 +104,7 @@ def test_what_it_does_not_take(case: Case, tile: tuple[int, int], kind: str, rea
 def test_the_pointwise_schedule_is_checked_too():
     problem, schedule = plane(LARGE, 8, 64)
     assert check(problem, schedule, "sm_90a")
-    assert "slot_channels=24" in check(problem, replace(schedule, slot_channels=24), "sm_90a").reason
+    assert "64 channels a stage" in check(problem, replace(schedule, slot_channels=128), "sm_90a").reason
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,14 @@ def test_large_kernels_run_on_planes(case: Case):
 
 
 @pytest.mark.parametrize(
-    ("case", "reason"),
+    ("case", "layout", "reason"),
     [
-        (replace(LARGE, stride=2), "planes are for stride 1, not (2, 2)"),
-        (replace(LARGE, kernel=(61, 61), padding=30), "bytes of shared memory"),
+        (replace(LARGE, w=64, stride=2), "contiguous", "planes are for stride 1, not (2, 2)"),
+        (replace(LARGE, kernel=(61, 61), padding=30), "channels_last", "bytes of shared memory"),
     ],
 )
-def test_the_reason_says_why_there_are_no_planes(case: Case, reason: str):
-    refused = planner.supports(problem_of(case, "bf16", "channels_last"), "sm90", "sm_90a")
+def test_the_reason_says_why_there_are_no_planes(case: Case, layout: str, reason: str):
+    refused = planner.supports(problem_of(case, "bf16", layout), "sm90", "sm_90a")
     assert not refused and "nor can two kernels run it" in refused.reason and reason in refused.reason
 
 
@@ -147,24 +147,16 @@ def test_a_schedule_is_described_by_its_pointwise_kernel():
     assert Schedule.from_json(schedule.to_json()) == schedule
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "contiguous"])
-@pytest.mark.parametrize("kernel", [33, 63, 99])
-def test_a_block_has_no_planes(kernel: int, layout: str):
-    """Its second half is a problem of the same kind, but one kernel."""
-    case = Block(n=8, c=256, e=512, l=840, kernel=kernel, residual=False)
-    problem = problem_of(case, "bf16", layout)
+@pytest.mark.parametrize("kernel", [51, 63])
+def test_a_block_runs_on_planes(kernel: int):
+    """Its second half is a problem of the same kind; the residual is the pointwise kernel's."""
+    problem = problem_of(Block(n=32, c=512, e=1024, l=840, kernel=kernel), "bf16", "channels_last")
     planned = planner.plan(problem, "sm_90a")
-    found = planner.candidates(problem, "sm_90a")
-    # Those without are not crowded out.
-    assert not any(s.project and s.project.plane_rows for s in planner.rules(problem).for_size(problem, "sm_90a"))
-    assert bool(planner.supports(problem, "sm90", "sm_90a")) == any(s.path == "sm90" for s in found)
-    assert found[0].path == "sm90" or layout == "contiguous"
-    for schedule in [planned.schedule or planned.kernel, *found]:
-        assert schedule.project is None or not schedule.project.plane_rows
-        assert planner.rules(problem).check(problem, schedule, "sm_90a")
-    half = replace(ranked(problem.expand, "sm90", "sm_90a")[0], plane_rows=8, plane_columns=64)
-    refused = planner.rules(problem).check(problem, BlockSchedule("two_kernel", "sm90", half.pointwise, half), "sm_90a")
-    assert "kernel project: plane_rows=8: a block has one kernel for each of its halves" in refused.reason
+    assert planned.form == "two_kernel" and planned.schedule.project.plane_rows
+    assert "two_kernel in three kernels" in planned.reason
+    stages = kernel_of(problem, planned.schedule, "sm_90a").stages
+    assert [stage.name for stage in stages] == ["expand", "pack_planes", "depthwise", "pointwise"]
+    assert stages[-1].geometry.problem.residual
 
 
 @pytest.mark.parametrize("case", [LARGE, LONG, replace(LARGE, kernel=(7, 7), padding=3)])

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from problems import KINDS, LAYOUTS, LEAD, best_first, problem_of
+from problems import KINDS, LAYOUTS, LEAD, best_first, in_one_kernel, problem_of
 from separable import Case
 
 from cutlass_sep.arch import ARCHS, SHARED_BYTES
@@ -235,7 +235,7 @@ def test_what_tensor_cores_do_not_take(case: Case, kind: str, layout: str, reaso
     problem = problem_of(case, kind, layout)
     refused = check(problem, diagonal(), "sm_90a")
     assert not refused and reason in refused.reason
-    assert not any(schedule.mma_q and not schedule.plane_rows for schedule in candidates(problem, "sm_90a"))
+    assert not any(schedule.mma_q for schedule in in_one_kernel(candidates(problem, "sm_90a")))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -252,7 +252,7 @@ def test_tables_of_taps_are_packed_where_shared_memory_is_short_or_taps_are_many
     long = problem_of(Case(n=32, c=512, o=512, h=1, w=1500, kernel=(1, 63), padding=(0, 31)), "bf16", "channels_last")
     small = problem_of(Case(n=32, c=384, o=64, h=14, w=14), "bf16", "channels_last")
     for problem, packs in ((strided, True), (long, True), (small, False)):
-        best = next(schedule for schedule in candidates(problem, "sm_90a", "sm90") if not schedule.plane_rows)
+        best = in_one_kernel(for_size(problem, "sm_90a", "sm90"))[0]
         g, made = Geometry(problem, best), Geometry(problem, replace(best, packs_taps=False))
         assert best.mma_q and best.packs_taps == packs
         assert g.pack_blocks == packs * g.chunks and g.workspace_bytes >= packs * g.chunks * g.depthwise_weight_bytes
@@ -271,9 +271,9 @@ RUN = {"warps_q": 4, "side_by_side": True, "mma_q": 16, "run_window": 384}
 
 def test_runs_fill_small_maps():
     small = problem_of(Case(n=32, c=728, o=1024, h=19, w=19), "bf16", "channels_last")
-    best = candidates(small, "sm_90a", "sm90")[0]
+    best = in_one_kernel(for_size(small, "sm_90a", "sm90"))[0]
     g = Geometry(small, best)
-    assert best == for_size(small, "sm_90a", "sm90")[0] and g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
+    assert g.runs and (g.map_p, g.map_q, g.tile_q) == (1, 361, 64)
     # 128 pixels touch at most 8 rows of the map, under three of taps 10 of x; 21 columns are 24.
     assert best.warpgroups == 2 and (g.run_rows, g.slot_rows, g.columns) == (8, 10, 24)
     assert g.items(g.steps(132)) == 32 * 3 * g.oc_tiles
@@ -307,10 +307,10 @@ def test_illegal_runs(change: dict, case: dict, reason: str):
 def test_16_bit_channels_last_layers_run_on_tensor_cores():
     """Wide layers in windows; the pointwise half of a block too, whose x is the operand as it is."""
     wide = problem_of(Case(n=32, c=728, o=728, h=38, w=38), "bf16", "channels_last")
-    best = candidates(wide, "sm_90a", "sm90")[0]
+    best = in_one_kernel(for_size(wide, "sm_90a", "sm90"))[0]
     assert (best.mma_q, best.blocks, Geometry(wide, best).slot_rows > 1) == (8, 1, True)
     small = problem_of(Case(n=32, c=1152, o=192, h=7, w=7), "fp16", "channels_last")
-    assert candidates(small, "sm_90a", "sm90")[0].split_channels
+    assert in_one_kernel(for_size(small, "sm_90a", "sm90"))[0].split_channels
     pointwise = replace(wide, h=1, w=4096, kernel=(1, 1), padding=Pads(0, 0, 0, 0), dw_bias=False, depthwise=False)
     assert candidates(pointwise, "sm_90a", "sm90")[0].mma_q == 16
 
@@ -408,7 +408,7 @@ def test_window_covers_every_tap(case: Case):
 @pytest.mark.parametrize("size", [(1, 1), (7, 7), (30, 100), (512, 512)])
 def test_work_items_cover_the_output(size: tuple[int, int], layout: str, path: str):
     problem = problem_of(replace(LEAD, n=3, h=size[0], w=size[1], o=200), "bf16", layout)
-    for schedule in candidates(replace(problem, alignment=16), "sm_90a", path):
+    for schedule in in_one_kernel(candidates(replace(problem, alignment=16), "sm_90a", path)):
         g = Geometry(problem, schedule)
         for processors in (1, 132):
             steps = g.steps(processors)

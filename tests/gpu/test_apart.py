@@ -103,8 +103,8 @@ def test_tiles_of_the_pointwise_kernel(machine, generator: torch.Generator, tile
     for n, c, o in ((1, 72, tile_oc + 8), (2, 64, tile_oc), (5, 200, 2 * tile_oc - 8)):
         problem = make_problem("bf16", "channels_last", n=n, c=c, o=o, h=9, w=14, kernel=3, padding=1)
         schedule = replace(
-            behind(problem, "sm_90a")[0], tile_oc=tile_oc, warpgroups=warpgroups, side_by_side=warpgroups > 1, row_slots=3,
-            staging_groups=1, thread_rows=1, thread_columns=2,
+            behind(problem, "sm_90a")[0], tile_oc=tile_oc, warpgroups=warpgroups, side_by_side=warpgroups > 1,
+            row_slots=3, staging_groups=1, thread_rows=1, thread_columns=2,
         )  # fmt: skip
         check_values(machine, problem, schedule, generator)
 
