@@ -98,13 +98,11 @@ struct StageProduct {
   CUTLASS_DEVICE static void fma(uint64_t a, uint64_t b, float (&c)[kSums], bool accumulate, cute::integer_sequence<int, I...>) {
     Config::MmaAtom::fma(a, b, c[I]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
   }
-  CUTLASS_DEVICE static void issue(float (&acc)[kSums], char const* pixels, char const* weights, int step) {
+  CUTLASS_DEVICE static void issue(float (&acc)[kSums], char const* pixels, char const* weights, bool accumulate) {
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
-    for (int k = 0; k < P::kStepChannels / 16; ++k) {
-      if (step * P::kStepChannels + 16 * k >= Config::kC) break;  // channels past the end are zero
-      fma(k_major_descriptor(pixels, 32 * k), k_major_descriptor(weights, 32 * k), acc, step > 0 || k > 0, cute::make_int_sequence<kSums>{});
-    }
+    for (int k = 0; k < P::kStepChannels / 16; ++k)  // channels past the end are zero; a branch would have ptxas serialise the MMAs (C7519)
+      fma(k_major_descriptor(pixels, 32 * k), k_major_descriptor(weights, 32 * k), acc, accumulate || k > 0, cute::make_int_sequence<kSums>{});
     cute::warpgroup_commit_batch();
   }
   /// Nothing that reads or writes sums moves over this point.
@@ -134,7 +132,7 @@ CUTLASS_DEVICE void multiply_tiles(Arguments const& args, cute::TmaDescriptor co
     for (int step = 0; step < P::kSteps; ++step) {
       shared.full[ring.slot].wait(ring.parity);
       Product::fence(acc[0]);
-      Product::issue(acc[0], shared.pixels(ring.slot) + warpgroup * 64 * 128, shared.weights(ring.slot), step);
+      Product::issue(acc[0], shared.pixels(ring.slot) + warpgroup * 64 * 128, shared.weights(ring.slot), step > 0);
       Product::fence(acc[0]);
       cute::warpgroup_wait<1>();  // what the step before reads has been read
       if (step > 0) release(before);

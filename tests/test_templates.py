@@ -22,11 +22,12 @@ from cutlass_sep import block_schedule, compiler, source
 from cutlass_sep.arch import ARCHS
 from cutlass_sep.block_schedule import BlockSchedule, FusedGeometry
 from cutlass_sep.compiler import Cubin
+from cutlass_sep.direct import DirectGeometry
 from cutlass_sep.errors import CompileError
 from cutlass_sep.planes import PlaneGeometry
 from cutlass_sep.planner import candidates
-from cutlass_sep.problem import ACTIVATIONS, Problem
-from cutlass_sep.schedule import Geometry, Schedule
+from cutlass_sep.problem import ACTIVATIONS, Problem, SeparableConv2dProblem
+from cutlass_sep.schedule import Geometry, Schedule, behind
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,12 +58,19 @@ def rendered(
 TURN = Schedule("sm90", 128, 64, 2, 4, 2, 10, 1, mma_q=8)
 
 
+#: The depthwise stage by FMA, and x in shared memory for the pointwise kernel behind it.
+DIRECT_3X3 = Schedule(
+    "sm90", 128, 64, 1, 4, 2, 4, 1, 2, side_by_side=True, mma_q=16, thread_rows=1, thread_columns=4, shared_x=True
+)
+
+
 #: Arguments of `rendered`: every translation unit that there is.
 UNITS = {
     "sm90": ("sm90",),
     "sm90-diagonal": ("sm90", "bf16", "channels_last", replace(LEAD, c=256)),
     "sm90-turned": ("sm90", "bf16", "contiguous", LEAD, "sm_90a", None, TURN),
     "sm90-planes": ("sm90", "fp16", "channels_last", replace(LEAD, kernel=(31, 31), padding=15)),
+    "sm90-direct": ("sm90", "fp16", "channels_last", replace(LEAD, c=728, o=728), "sm_90a", None, DIRECT_3X3),
     "portable": ("portable",),
     "fused": ("sm90", "bf16", "contiguous", LEAD_BLOCK, "sm_90a", "fused"),
     "two_kernel-sm90": ("sm90", "ieee", "contiguous", LEAD_BLOCK, "sm_90a", "two_kernel"),
@@ -193,6 +201,22 @@ def test_the_unit_asserts_what_planes_counts(constant: str):
         compiler.build(text, "sm_90a", name="disagree")
 
 
+@pytest.mark.parametrize("constant", ["kSharedBytes", "kThreads"])
+def test_the_unit_asserts_what_direct_counts(constant: str):
+    text, count = re.subn(rf"(int {constant} = )(\d+);", r"\g<1>1\g<2>;", rendered(*UNITS["sm90-direct"]), count=1)
+    assert count == 1
+    with pytest.raises(CompileError, match=r"direct\.py and the template disagree"):
+        compiler.build(text, "sm_90a", name="disagree")
+
+
+def test_the_unit_asserts_what_schedule_counts_of_operands_in_shared_memory():
+    text = rendered(*UNITS["sm90-direct"])
+    last = text.rindex("int kSharedBytes = ")
+    text = text[:last] + text[last:].replace("int kSharedBytes = ", "int kSharedBytes = 1", 1)
+    with pytest.raises(CompileError, match=r"schedule\.py and the template disagree"):
+        compiler.build(text, "sm_90a", name="disagree")
+
+
 # ---- code
 
 
@@ -212,7 +236,8 @@ class Build:
     def __str__(self) -> str:
         form = f"-{self.form}" if self.form else "-gather" if self.chosen.gather else ""
         if self.schedule and self.form:
-            form += f"-{self.chosen.expand.mma_q}-{self.chosen.project.mma_q}"
+            project = self.chosen.project
+            form += f"-{self.chosen.expand.mma_q}-{project.mma_q}-{project.thread_columns or project.plane_columns}"
         elif self.schedule:
             form += f"-{self.chosen.warpgroups}x{self.chosen.blocks}x{self.chosen.mma_q}"
         return f"{self.path}-{self.arch}-{self.kind}-{self.layout}-{self.alignment}-{self.case}{form}"
@@ -226,38 +251,62 @@ class Build:
         return self.schedule or candidates(self.problem, self.arch, self.path, self.form)[0]
 
     @property
-    def mains(self) -> set[str]:
-        """Names of the main kernels."""
-        if self.planes:
-            return {"depthwise", "pointwise"} | ({"mend_outputs"} if self.kind == "fp16" else set())
-        return {None: {"separable2d"}, "fused": {"block1d"}, "two_kernel": {"expand", "project"}}[self.form]
+    def convolutions(self) -> dict[str, tuple[SeparableConv2dProblem, Schedule]]:
+        """The separable convolutions that its kernels make, by the names of their main kernels in one."""
+        if self.form == "fused":
+            return {}
+        if not self.form:
+            return {"separable2d": (self.problem, self.chosen)}
+        return {part: (getattr(self.problem, part), getattr(self.chosen, part)) for part in ("expand", "project")}
 
     @property
-    def planes(self) -> bool:
-        """Whether the depthwise stage is a kernel of its own."""
-        return self.form is None and self.chosen.plane_rows > 0
+    def last(self) -> Schedule | None:
+        """The schedule of the one with a depthwise stage."""
+        return None if self.form == "fused" else list(self.convolutions.values())[-1][1]
+
+    @property
+    def apart(self) -> set[str]:
+        """Names of the kernels of a depthwise stage that has its own, and of what belongs to it."""
+        if self.last is None or not self.last.apart:
+            return set()
+        mend = {"mend_outputs"} if self.kind == "fp16" else set()
+        return {"depthwise"} | ({"pack_planes"} if self.last.plane_rows else set()) | mend
+
+    @property
+    def geometries(self) -> dict[str, Geometry]:
+        """Those of the main kernels that are of the separable operator, or its pointwise part."""
+        return {
+            "pointwise" if schedule.apart else name: Geometry(
+                problem.pointwise if schedule.apart else problem, schedule.pointwise
+            )
+            for name, (problem, schedule) in self.convolutions.items()
+        }
+
+    @property
+    def mains(self) -> set[str]:
+        """Names of the main kernels."""
+        return {"block1d"} if self.form == "fused" else self.geometries.keys() | self.apart
 
     def instructions(self, main: str) -> list[str]:
         """The tensor instructions that a main kernel must have, and no others."""
         gemm, depthwise = [MMA[self.path][self.operand]], DEPTHWISE_MMA.get(self.operand, [])
-        if self.planes:
-            odd = PlaneGeometry(self.problem, self.chosen).matrices % 2
-            return {"depthwise": depthwise[: 1 + odd], "pointwise": gemm, "mend_outputs": []}[main]
+        if main in self.apart:
+            if main != "depthwise" or not self.last.plane_rows:
+                return []
+            problem, schedule = list(self.convolutions.values())[-1]
+            return depthwise[: 1 + PlaneGeometry(problem, schedule).matrices % 2]
         if main not in self.depthwise_by_mma:
             return gemm
         return gemm + (depthwise if self.form != "fused" else depthwise[:1])
 
     @property
     def depthwise_by_mma(self) -> set[str]:
-        """Those of them whose depthwise stage is on tensor cores."""
-        chosen = self.chosen
-        if self.planes:
-            return {"depthwise"}
-        if self.form == "two_kernel":  # the first has none
-            return {"project"} if chosen.project.mma_q else set()
+        """Those of the main kernels whose depthwise stage is on tensor cores."""
         if self.form == "fused":
             return self.mains if self.kind != "ieee" else set()
-        return self.mains if chosen.mma_q else set()
+        if self.last.apart:
+            return {"depthwise"} if self.last.plane_rows else set()
+        return {list(self.geometries)[-1]} if self.last.mma_q else set()
 
     @property
     def operand(self) -> str:
@@ -265,22 +314,9 @@ class Build:
         return "fp16" if self.form == "fused" and self.kind in ("ieee", "tf32") else self.kind
 
     @property
-    def geometries(self) -> dict[str, Geometry]:
-        """Those of the main kernels that share registers out as the separable operator does."""
-        if self.path != "sm90" or self.form == "fused":
-            return {}
-        if self.planes:
-            return {"pointwise": Geometry(self.problem.pointwise, self.chosen.pointwise)}
-        if not self.form:
-            return {"separable2d": Geometry(self.problem, self.chosen)}
-        parts = ("expand", "project")
-        return {part: Geometry(getattr(self.problem, part), getattr(self.chosen, part)) for part in parts}
-
-    @property
     def packs(self) -> bool:
-        """Whether a kernel in front packs weights, for any of the main ones, or planes."""
-        packing_none = [geometry for geometry in self.geometries.values() if not geometry.pack_blocks]
-        return len(packing_none) < len(self.mains)
+        """Whether a kernel in front packs weights, for any of the main ones."""
+        return self.form == "fused" or any(geometry.pack_blocks for geometry in self.geometries.values())
 
     def cubin(self) -> Cubin:
         return compiler.build(source.render(self.problem, self.chosen, self.arch), self.arch, name="template-test")
@@ -357,6 +393,22 @@ PLANES = [
         ("bf16", "contiguous", Case(n=8, c=96, o=96, h=40, w=72, kernel=(5, 51), padding=(2, 25))),
     )
 ]
+#: The depthwise stage as a kernel of its own by FMA: every data type, strides, dilation, long rows and large kernels.
+DIRECT = [
+    Build("sm_90a", kind, "channels_last", case, path="sm90", schedule=schedule)
+    for kind, case, tile in (
+        ("bf16", Case(n=32, c=728, o=728, h=38, w=38, mid_activation="relu"), (2, 4)),
+        ("bf16", Case(n=32, c=256, o=256, h=836, w=40, stride=2), (2, 2)),
+        ("fp16", Case(n=32, c=1152, o=192, h=7, w=7, kernel=(5, 5), padding=2, mid_activation="gelu"), (1, 4)),
+        ("fp16", Case(n=2, c=72, o=40, h=33, w=31, kernel=(2, 4), stride=(2, 1), dilation=(1, 3)), (1, 2)),
+        ("bf16", Case(n=32, c=512, o=512, h=1, w=420, kernel=(1, 31), padding=(0, 15), mid_activation="gelu"), (1, 8)),
+        ("ieee", Case(n=32, c=128, o=128, h=56, w=56, kernel=(31, 31), padding=15), (2, 8)),
+        ("ieee", Case(n=32, c=512, o=512, h=1, w=840, kernel=(1, 87), dilation=(1, 2), padding=(0, 86)), (1, 8)),
+        ("tf32", Case(n=32, c=256, o=728, h=38, w=38, mid_activation="silu"), (2, 4)),
+    )
+    for problem in [problem_of(case, kind, "channels_last")]
+    for schedule in [replace(behind(problem, "sm_90a")[0], thread_rows=tile[0], thread_columns=tile[1])]
+]
 #: Windows of 176 positions.
 WIDE_BLOCK = Block(n=8, c=64, e=128, o=128, l=512, kernel=16, dilation=3, activation="relu6", residual=False)
 SHORT_BLOCK = Block(c=40, e=72, l=96, kernel=4, dilation=3, activation="hardswish", expand_bias=False)
@@ -376,6 +428,25 @@ TWO_KERNEL = [
         for i, kind in enumerate(("ieee", "tf32", "bf16", "fp16"))
     ),
     Build("sm_90a", "bf16", "channels_last", replace(LEAD_BLOCK, kernel=31), path="sm90", form="two_kernel"),
+    # The depthwise stage is a kernel between them, on planes too.
+    *(
+        Build(
+            "sm_90a",
+            kind,
+            "channels_last",
+            replace(LEAD_BLOCK, kernel=33),
+            path="sm90",
+            form="two_kernel",
+            schedule=BlockSchedule("two_kernel", "sm90", expand, replace(pointwise, **tile)),
+        )
+        for kind, tile in (
+            ("fp16", {"thread_rows": 1, "thread_columns": 8}),
+            ("fp16", {"plane_rows": 16, "plane_columns": 64}),
+            ("ieee", {"thread_rows": 1, "thread_columns": 8}),
+        )
+        for problem in [problem_of(LEAD_BLOCK, kind, "channels_last")]
+        for expand, pointwise in [(behind(problem.expand, "sm_90a")[0], behind(problem.project, "sm_90a")[0])]
+    ),
     # Weights are packed for one of the two.
     *(
         Build("sm_90a", "bf16", "channels_last", ODD_TAPS, path="sm90", form="two_kernel", schedule=schedule)
@@ -453,7 +524,7 @@ def functions(text: str) -> dict[str, str]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-@pytest.mark.parametrize("build", [*SM90, *TURNED, *PLANES, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
+@pytest.mark.parametrize("build", [*SM90, *TURNED, *PLANES, *DIRECT, *PORTABLE, *TWO_KERNEL, *FUSED], ids=str)
 def test_code(build: Build, tmp_path: Path):
     """Tensor instructions of the right kind and no other, no traps, no spilled registers, no serialised wgmma."""
     cubin = build.cubin()
@@ -476,7 +547,8 @@ def test_code(build: Build, tmp_path: Path):
         assert spills.pop(main) <= (TURNED_SPILLS if turned else DIAGONAL_SPILLS)
     assert not any(spills.values()), spills
     # setmaxnreg: the warps of a block ask for as many registers as the schedule says, and the launch gives them.
-    for main in build.geometries.keys() | ({"block1d"} & codes.keys()):
+    sharing = build.geometries.keys() if build.path == "sm90" else set()
+    for main in sharing | ({"block1d"} & codes.keys()):
         taken = [int(count, 16) for count in re.findall(r"USETMAXREG\.TRY_ALLOC\.CTAPOOL UP\d+, (0x\w+)", codes[main])]
         kept = [int(count, 16) for count in re.findall(r"USETMAXREG\.DEALLOC\.CTAPOOL (0x\w+)", codes[main])]
         launched = cubin.resources[main].registers
@@ -505,7 +577,7 @@ def test_code(build: Build, tmp_path: Path):
 def test_forms_of_the_depthwise_kernel_on_planes():
     """The sample above holds those that differ in code."""
     made = [PlaneGeometry(build.problem, build.chosen) for build in PLANES]
-    assert all(build.planes for build in PLANES)
+    assert all(build.chosen.plane_rows for build in PLANES)
     assert {(g.one_row, g.tile_images > 1, g.channels) for g in made} >= {
         (False, False, 16),
         (False, True, 8),
@@ -513,10 +585,21 @@ def test_forms_of_the_depthwise_kernel_on_planes():
     }
 
 
+def test_forms_of_the_depthwise_kernel_by_fma():
+    """The sample above holds those that differ in code."""
+    made = [DirectGeometry(build.problem, build.chosen) for build in DIRECT]
+    assert {(g.vector, g.row_steps > 1, g.slabs > 1, g.threads) for g in made} >= {
+        (8, False, True, 192),
+        (8, True, True, 128),
+        (4, True, True, 128),
+    }
+    assert {build.chosen.shared_x for build in DIRECT} == {True, False}
+
+
 def test_forms_of_the_sm90_kernel():
     """The sample above holds the depthwise stage by FMA and on tensor cores; rows, windows and split channels there."""
     chosen = [(build.problem, build.chosen) for build in SM90]
-    forms = {(s.mma_q, s.split_channels, Geometry(p, s).march) for p, s in chosen if s.mma_q and not s.plane_rows}
+    forms = {(s.mma_q, s.split_channels, Geometry(p, s).march) for p, s in chosen if s.mma_q and not s.apart}
     assert forms >= {(8, False, True), (8, False, False), (8, True, False), (16, False, False)}
     assert any(not s.mma_q for _, s in chosen)
 
