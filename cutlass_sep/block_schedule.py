@@ -2,7 +2,8 @@
 
 The fused form is one kernel (templates/block1d_sm90.cuh). The two-kernel form is two kernels of the separable operator
 on maps of one row: a pointwise one, and one whose depthwise stage reads the hidden channels that the first left in the
-workspace (so that its zero padding is that of the hidden channels), with the residual in its epilogue.
+workspace (so that its zero padding is that of the hidden channels), with the residual in its epilogue. The second one
+is in fact two where its depthwise stage is a kernel of its own.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def depthwise_separable_conv2d(
     activation: str | None = None,
     fp32_precision: str = "ieee",
 ) -> Tensor:
-    """activation(pointwise(mid_activation(depthwise(x)))), one kernel on a GPU; two where 16-bit kernels are large.
+    """activation(pointwise(mid_activation(depthwise(x)))), in one kernel on a GPU, or two where they are faster.
 
     Args:
         x: [N,C,H,W] or [C,H,W]; float32, float16, bfloat16 (kernels), float64 (ATen). Any strides: x that is neither
@@ -66,7 +66,7 @@ def separable_conv_block1d(
     """project(activation(depthwise(expand(x)))) + x: a pointwise, a depthwise and a pointwise convolution of sequences.
 
     The depthwise convolution keeps the length as padding='same' does, of even kernels too: it pads the expanded
-    channels with zeros, the odd position on the right. At most two kernels on a GPU.
+    channels with zeros, the odd position on the right. Few kernels on a GPU, one where it is the fastest.
 
     Args:
         x: [N,C,L] or [C,L]; float32, float16, bfloat16 (kernels), float64 (ATen). Any strides: x that is neither

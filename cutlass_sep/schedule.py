@@ -718,8 +718,8 @@ def _no_direct(problem: SeparableConv2dProblem, schedule: Schedule) -> str | Non
         return f"threads have {g.vector} channels each, not a part of {p.c}"
     if g.most_lanes == 0:
         return f"{p.taps} taps of {g.vector} channels do not fit into {direct.MOST_TAP_BYTES} bytes of shared memory"
-    if p.dilation[0] > 1 and schedule.thread_rows > 1:
-        return f"rows of outputs share no row of x at dilation {p.dilation}: it must be 1"
+    if schedule.thread_rows > 1 and (p.dilation[0] > 1 or p.stride[0] > p.kernel[0] or p.kernel[0] == 1):
+        return "rows of outputs share no row of x, or have some without a tap between them: it must be 1"
     if g.registers > direct.REGISTERS:
         return f"about {g.registers} registers a thread, {direct.REGISTERS} at hand"
     if g.slabs > direct.MOST_BLOCKS:
@@ -737,6 +737,8 @@ def _no_shared_x(geometry: Geometry) -> str | None:
     shape = (s.mma_q, s.warps_q, s.blocks, s.slot_channels, s.weight_slots)
     if shape != (16, 4, 1, 64, 1) or s.side_by_side != (s.warpgroups > 1) or s.split_channels:
         return "only 64 pixels a warpgroup side by side, 64 channels a stage: mma_q=16, warps_q=4, blocks=1"
+    if s.row_slots < 2:
+        return f"row_slots={s.row_slots} must be 2 or more: a stage is given back when the next has been issued"
     if s.tile_oc % 16:
         return f"tile_oc={s.tile_oc} must be a multiple of 16, of which each of two blocks brings half"
     if geometry.map_q > MAX_EXTENT:

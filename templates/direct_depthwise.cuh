@@ -16,7 +16,10 @@ struct DirectLayout {
   static_assert(Config::kChannelsLast && Config::kC % kVector == 0);
   /// A step: a row of x under a thread's outputs, and so many taps of a row of the kernel.
   static constexpr int kRowSteps = Config::kKernelW <= 5 ? 1 : ceil_div(Config::kKernelW, 4), kStepTaps = ceil_div(Config::kKernelW, kRowSteps);
-  static constexpr int kSteps = ((kP - 1) * Config::kStrideH + (Config::kKernelH - 1) * Config::kDilationH + 1) * kRowSteps;
+  /// Rows of outputs share rows of x, each of which has a tap; those under one row may be apart.
+  static_assert(kP == 1 || (Config::kDilationH == 1 && Config::kStrideH <= Config::kKernelH && Config::kKernelH > 1));
+  static constexpr int kRowPitch = kP == 1 ? Config::kDilationH : 1;
+  static constexpr int kSteps = ((kP - 1) * Config::kStrideH + Config::kKernelH) * kRowSteps;
   /// Columns under a step's taps, from the first to the last; where taps have none in common, each has its own.
   static constexpr int kReach = (kQ - 1) * Config::kStrideW + (kStepTaps - 1) * Config::kDilationW + 1;
   static constexpr bool kShares = kReach < kQ * kStepTaps;
@@ -55,7 +58,7 @@ struct DirectDepthwise {
 
  private:
   CUTLASS_DEVICE static void load(Columns& columns, Arguments const& args, Element const* x, int h, int w, int step) {
-    int const row = step / L::kRowSteps, first = w + step % L::kRowSteps * L::kStepTaps * Config::kDilationW;
+    int const row = step / L::kRowSteps * L::kRowPitch, first = w + step % L::kRowSteps * L::kStepTaps * Config::kDilationW;
     // Columns of a row outside the map are outside too.
     int const width = uint32_t(h + row) < uint32_t(args.h) ? args.w : 0;
     Element const* const from = x + (int64_t(row) * args.w + (first - w)) * Config::kC;
@@ -70,8 +73,8 @@ struct DirectDepthwise {
     int const row = step / L::kRowSteps, first = step % L::kRowSteps * L::kStepTaps;
     CUTLASS_PRAGMA_UNROLL
     for (int p = 0; p < L::kP; ++p) {
-      int const down = row - p * Config::kStrideH, r = down / Config::kDilationH;
-      if (Config::kKernelH > 1 && (down < 0 || r >= Config::kKernelH || down != r * Config::kDilationH)) continue;
+      int const r = row - p * Config::kStrideH;
+      if (L::kP > 1 && (r < 0 || r >= Config::kKernelH)) continue;
       int const count = L::kRowSteps == 1 ? L::kStepTaps : Config::kKernelW - first;
       float tap[L::kStepTaps][L::kVector];
       CUTLASS_PRAGMA_UNROLL

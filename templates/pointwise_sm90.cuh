@@ -14,6 +14,7 @@ struct PointwiseLayout {
   static_assert(Config::kBlocks == 1 && Config::kWarpsQ == 4 && Config::kTileOc % 16 == 0);
   static constexpr int kPair = 2;  // blocks
   static constexpr int kPixels = L::kItemQ, kStages = Config::kRowSlots;
+  static_assert(kStages > 1);  // a stage is given back when the next has been issued
   static constexpr int kStepChannels = 64, kSteps = ceil_div(Config::kC, kStepChannels);
   /// A stage: pixels, then weights, in rows of 64 channels.
   static constexpr int kPixelBytes = kPixels * 128, kWeightBytes = Config::kTileOc * 128, kStageBytes = kPixelBytes + kWeightBytes;

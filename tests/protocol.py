@@ -31,6 +31,21 @@ class Barrier:
         return lambda: self._phase % 2 != parity % 2
 
 
+class EmptyBarrier(Barrier):
+    """An mbarrier on which every warp arrives once a phase."""
+
+    def __init__(self, arrivals: int):
+        super().__init__(arrivals)
+        self._come: set[tuple[int, ...]] = set()
+
+    def arrive_as(self, warp: tuple[int, ...]) -> None:
+        assert warp not in self._come, f"warp {warp} is counted twice in a round"
+        self._come.add(warp)
+        if len(self._come) == self._arrivals:
+            self._come = set()
+        self.arrive()
+
+
 class Registers:
     """Those of a block, a warp's thread each, that no warp holds. setmaxnreg gives back, or waits for what it takes."""
 
