@@ -165,7 +165,7 @@ def test_depthwise_outputs_beyond_fp16(machine, generator: torch.Generator, cut:
 #: Of the block: the depthwise stage by FMA, dilated too, and on planes.
 BLOCKS = {
     "direct": {"kernel": 7, "thread_rows": 1, "thread_columns": 8},
-    "dilated": {"kernel": 5, "dilation": 9, "thread_rows": 1, "thread_columns": 4},
+    "dilated": {"kernel": 5, "dilation": 9, "thread_rows": 1, "thread_columns": 2},
     "planes": {"kernel": 33, "plane_rows": 8, "plane_columns": 64},
 }
 blocks = pytest.mark.parametrize("block", BLOCKS)
