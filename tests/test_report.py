@@ -15,6 +15,7 @@ import torch
 
 from cutlass_sep import cli, commands
 from cutlass_sep.bench import ceilings, inputs, plots, report, results, session
+from cutlass_sep.block_schedule import BlockSchedule
 from cutlass_sep.schedule import Schedule
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +166,10 @@ def test_layers_are_told_in_words():
     assert found["pair"].kind == "sm90"
     planes = own(A, 1.0) | {"schedule": Schedule("sm90", 64, 64, 1, 4, 2, plane_rows=8, plane_columns=64).to_json()}
     assert layers(planes)[A.id].kind == "sm90, two kernels"
+    half = Schedule("sm90", 64, 64, 1, 4, 2)
+    schedule = BlockSchedule("two_kernel", "sm90", half, replace(half, thread_rows=1, thread_columns=4))
+    three = own(inputs.Case("block", block), 1.0, form="two_kernel") | {"schedule": schedule.to_json()}
+    assert layers(three)["block"].kind == "sm90, three kernels"
 
 
 # --- the page

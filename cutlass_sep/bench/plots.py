@@ -19,6 +19,7 @@ from .report import Group, Layer
 _KINDS = {
     "sm90": ("#0072B2", "o"),
     "sm90, two kernels": ("#56B4E9", "s"),
+    "sm90, three kernels": ("#009E73", "v"),
     "portable": ("#E69F00", "^"),
     "portable, two kernels": ("#CC79A7", "D"),
     "torch": ("#000000", "x"),
