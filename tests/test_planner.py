@@ -88,12 +88,12 @@ def test_early_and_slim_layers_run_kernels(name, variant):
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("xception41.11.conv3", ("bfloat16", "channels_last", None)),
-        ("xception41.11.conv3", ("float32", "channels_last", "tf32")),
-        ("xception41.12.conv3", ("float32", "channels_last", "tf32")),
+        ("xception41.12.conv3", ("float32", "contiguous", "tf32")),
+        ("replknet31b.0.tail", ("float32", "contiguous", "ieee")),
     ],
 )
-def test_wide_late_layers_run_pytorch(name, variant):
+def test_contiguous_layers_that_are_wide_or_large_run_pytorch(name, variant):
+    """The depthwise stage by FMA as a kernel of its own is for channels_last."""
     problem = layer(name, variant)
     chosen = plan(problem, ARCH)
     assert (chosen.path, chosen.schedule) == ("torch", None)
@@ -101,10 +101,15 @@ def test_wide_late_layers_run_pytorch(name, variant):
     assert f"two convolutions {torch_us(problem):.0f} us" in chosen.reason
 
 
-@pytest.mark.parametrize("name", ["xception41.11.conv2", "xception41.12.conv1", "xception41.12.conv3"])
-def test_wide_maps_that_runs_of_pixels_fill_run_kernels(name):
-    chosen = plan(layer(name, ("bfloat16", "channels_last", None)), ARCH)
-    assert chosen.path == "sm90" and chosen.schedule.run_window > 0
+@pytest.mark.parametrize(
+    "variant", [("bfloat16", "channels_last", None), ("float32", "channels_last", "ieee")], ids=str
+)
+@pytest.mark.parametrize("name", ["xception41.11.conv2", "xception41.11.conv3", "xception41.12.conv1"])
+def test_wide_layers_run_two_kernels(name, variant):
+    chosen = plan(layer(name, variant), ARCH)
+    assert chosen.path == "sm90" and chosen.schedule.thread_rows > 0
+    assert chosen.schedule.shared_x == (variant[0] == "bfloat16")
+    assert "path sm90 in two kernels" in chosen.reason
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
