@@ -32,9 +32,6 @@ class DirectGeometry:
     problem: SeparableConv2dProblem
     schedule: Schedule
 
-    #: Blocks of a launch before.
-    pack_blocks = 0
-
     @property
     def vector(self) -> int:
         """Channels of a thread: 16 bytes."""

@@ -185,9 +185,7 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
         return [_fused_stage(stages[0], [x, *weights, "tensors.y", _packed(stages[0]), *of_block])]
     expand, *rest = stages
     expand_weights = ["nullptr", "tensors.expand_weight", "nullptr", "tensors.expand_bias"]
-    first = _separable_stage(
-        expand, ["tensors.x", *expand_weights, "unpacked", _packed(expand), *["nullptr"] * 3], _FLAT * _flat(expand)
-    )
+    first = _separable_stage(expand, ["tensors.x", *expand_weights, "unpacked", _packed(expand), *["nullptr"] * 3])
     behind = expand.geometry.workspace_bytes
     if op.schedule.project.apart:
         outputs = f"unpacked + {_hidden(op.problem)}"
@@ -200,10 +198,6 @@ def _stages(op: Operation) -> list[dict[str, Any]]:
 #: N, H, W, P, Q of a main kernel, expressions; of one that sees all images as one row of pixels.
 _SIZES = ("n", "h", "w", "p", "q")
 _FLAT = ("1", "1", "n * p * q", "1", "n * p * q")
-
-
-def _flat(stage: Stage) -> bool:
-    return stage.geometry.schedule.shared_x
 
 
 def _apart_stages(
@@ -223,8 +217,8 @@ def _apart_stages(
         if not isinstance(stage, DepthwiseStage):
             block_x = of_block[0] if of_block else "nullptr"
             pointers = [outputs, "nullptr", pw_weight, "nullptr", pw_bias, "tensors.y", _packed(stage, behind), block_x]
-            images, pixels = ("1", "n * p * q") if p.layout == "channels_last" else ("n", "p * q")
-            found.append(_separable_stage(stage, [*pointers, "nullptr", "nullptr"], (images, "1", pixels, "1", pixels)))
+            sizes = _FLAT if p.layout == "channels_last" else ("n", "1", "p * q", "1", "p * q")
+            found.append(_separable_stage(stage, [*pointers, "nullptr", "nullptr"], sizes))
             continue
         own = {
             "name": stage.name, "pads": (p.padding.top, p.padding.left), "sizes": _SIZES, "workspace_bytes": 0,
@@ -319,7 +313,7 @@ def _stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = _SIZES) -
 
 def _separable_stage(stage: Stage, pointers: list[str], sizes: tuple[str, ...] = ()) -> dict[str, Any]:
     g, p = stage.geometry, stage.geometry.problem
-    values = _stage(stage, pointers, sizes or _SIZES)
+    values = _stage(stage, pointers, sizes or (_FLAT if g.schedule.shared_x else _SIZES))
     if g.runs:  # the window depends on the map
         channels, *_, images = values["maps"][0]["box"]
         values["maps"][0]["box"] = (channels, "run_columns(q)", "run_rows(steps[0])", images)

@@ -353,11 +353,18 @@ def test_the_host_launches_a_depthwise_kernel_by_fma(case, dtype, tile, tmp_path
     assert "too many pixels" in error and not any(call["call"] == "launch" for call in calls)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", [{"thread_rows": 1, "thread_columns": 4}, {"plane_rows": 8, "plane_columns": 64}])
+BY_FMA, ON_PLANES = {"thread_rows": 1, "thread_columns": 4}, {"plane_rows": 8, "plane_columns": 64}
+
+
+@pytest.mark.parametrize(
+    "tile, dtype",
+    [
+        *((BY_FMA, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)),
+        *((ON_PLANES, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
 def test_the_host_launches_a_block_in_three_kernels(tile, dtype, tmp_path, driver, monkeypatch):
-    if "plane_rows" in tile and dtype == torch.float32:
-        pytest.skip("planes are of 16 bit")
     case = Block(n=3, c=256, e=520, l=333, kernel=33)
     problem = make_op(case, dtype, "channels_last", "sm90", form="two_kernel").problem
     expand, pointwise = behind(problem.expand, "sm_90a")[0], behind(problem.project, "sm_90a")[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from cutlass_sep.schedule import Schedule
 
 from . import accuracy
 from .calls import Poisoned, draw
-from .test_special_values import compare
+from .test_special_values import compare, place
 
 
 def run(machine, problem: Problem, schedule: Schedule | BlockSchedule, tensors: tuple, out: Tensor | None = None):
@@ -37,6 +39,17 @@ def check_values(machine, problem: Problem, schedule: Schedule | BlockSchedule, 
     run(machine, problem, schedule, tensors, out.tensor)
     out.check()
     accuracy.judge(problem, tensors, out.tensor, f"{schedule}")
+
+
+def check_not_finite(machine, problem: SeparableConv2dProblem, schedule: Schedule, generator: torch.Generator) -> None:
+    """In x, and in a bias of the depthwise convolution."""
+    tensors = draw(problem, generator)
+    for value in (math.nan, math.inf, -math.inf):
+        place(tensors[0], value, 2, generator)
+    compare(problem, tensors, run(machine, problem, schedule, tensors))
+    tensors = draw(problem, generator)
+    place(tensors[3], math.inf, 1, generator)
+    compare(problem, tensors, run(machine, problem, schedule, tensors))
 
 
 def check_beyond_fp16(machine, problem: SeparableConv2dProblem, schedule: Schedule, generator: torch.Generator) -> None:

@@ -16,7 +16,7 @@ from cutlass_sep.schedule import Schedule, check, ranked
 
 from . import accuracy
 from .calls import draw, embed, make_problem
-from .scheduled import check_beyond_fp16, check_values, run
+from .scheduled import check_beyond_fp16, check_not_finite, check_values, run
 from .test_special_values import compare, place
 
 
@@ -129,13 +129,7 @@ def test_weights_wherever_they_are(machine, generator: torch.Generator, offset: 
 def test_values_that_are_not_finite(machine, generator: torch.Generator, cut: Cut):
     """Zeros of the Toeplitz matrices turn them to NaN in other columns of their block, which must not show."""
     problem, schedule = cut_problem(cut, "bf16", mid_activation="relu6", activation="silu")
-    tensors = draw(problem, generator)
-    for value in (math.nan, math.inf, -math.inf):
-        place(tensors[0], value, 2, generator)
-    compare(problem, tensors, run(machine, problem, schedule, tensors))
-    tensors = draw(problem, generator)
-    place(tensors[3], math.inf, 1, generator)  # a bias of the depthwise convolution
-    compare(problem, tensors, run(machine, problem, schedule, tensors))
+    check_not_finite(machine, problem, schedule, generator)
 
 
 def test_a_tap_that_is_not_finite(machine, generator: torch.Generator):
