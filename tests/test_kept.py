@@ -29,7 +29,7 @@ PROBLEMS = {
     "2-D": problem_of(LEAD),
     "fused": problem_of(LEAD_BLOCK, "bf16"),
     "two_kernel": problem_of(LEAD_BLOCK),
-    "torch": problem_of(LATE, "bf16", "channels_last"),
+    "torch": problem_of(LATE, "bf16", "contiguous"),
 }
 _DIGEST = kept._digest
 

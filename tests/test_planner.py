@@ -295,7 +295,8 @@ def test_at_most_four_kernels_a_layer(name, variant):
                 sources[misaligned].setdefault(render(problem, chosen, ARCH), problem)
     for found in sources:
         assert len(found) <= 4, [plan(problem, ARCH) for problem in found.values()]
-    assert bool(sources[0]) == (name != "large kernel" or variant[0] != "float32")  # those are PyTorch's at every size
+    # Large kernels in fp32 are PyTorch's at every size where memory is contiguous.
+    assert bool(sources[0]) == (name != "large kernel" or variant[:2] != ("float32", "contiguous"))
     assert variant[1] == "channels_last" or len(sources[0] | sources[1]) <= 4
 
 
@@ -322,4 +323,4 @@ def test_picks_do_not_spill(name, dtype, layout, precision):
     chosen = candidates(problem, ARCH, "sm90")[0]
     cubin = compiler.build(render(problem, chosen, ARCH), ARCH, name="spill-test")
     # Six words may: the producer's warpgroup has 24 to 40 registers a thread, and what it spills is on no chain.
-    assert cubin.resources["separable2d"].spill_bytes <= 24, chosen
+    assert max(used.spill_bytes for used in cubin.resources.values()) <= 24, chosen
