@@ -228,7 +228,7 @@ def test_a_plan_that_cannot_be_read_is_made_and_kept_again(damage, folder: Path)
 
 def test_an_op_takes_the_kept_kernel_where_pytorch_is_planned() -> None:
     problem = PROBLEMS["torch"]
-    tensors = LATE.tensors("meta", torch.bfloat16, "channels_last")
+    tensors = LATE.tensors("meta", torch.bfloat16, "contiguous")
     planner.planned(problem, ARCH)
     planner.plan.cache_clear()
     before = schedule.ranked.cache_info()
