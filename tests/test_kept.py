@@ -23,7 +23,7 @@ from cutlass_sep.planner import Plan
 
 REPOSITORY = Path(__file__).parents[1]
 ARCH = "sm_90a"
-LATE = replace(LEAD, n=32, c=728, o=728, h=19, w=19)
+LATE = replace(LEAD, n=32, c=1536, o=2048, h=16, w=16)
 #: One problem a form of kernels, and one for which PyTorch is planned.
 PROBLEMS = {
     "2-D": problem_of(LEAD),
