@@ -262,7 +262,7 @@ class FusedGeometry:
         hidden = t.hidden_slots * round_up(rows + self.taps_bytes, 1024)
         x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
         expand = t.expand_slots * self.expand_slot_bytes
-        barriers = (2 * (self.expand_atoms + t.expand_slots + t.project_slots) + 5 * t.hidden_slots) * 8
+        barriers = (2 * (self.expand_atoms + t.project_slots) + 4 * t.expand_slots + 7 * t.hidden_slots) * 8
         project = t.project_slots * self.half_oc * 128
         outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8 + 8 * t.hidden_slots)
         return x + expand + project + hidden + outputs + barriers
@@ -366,7 +366,7 @@ def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, 
         tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
-        slots = min(room // (geometry.expand_slot_bytes + 16), 2 * geometry.expand_atoms)
+        slots = min(room // (geometry.expand_slot_bytes + 32), 2 * geometry.expand_atoms)
         if slots >= 2:
             found.append(BlockSchedule("fused", "sm90", tile=replace(tile, expand_slots=slots)))
     return tuple(found)

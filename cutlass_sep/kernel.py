@@ -337,7 +337,7 @@ class FusedStage(Stage):
             # Blocks of 16 positions, 16 apart: all of a window, as long as it lies inside the sequence.
             strides = (("l",), (16,), ("l", channels))
             window = TensorMap(_X, ("l", channels, blocks, "n"), (16, 64, blocks, 1), 32, strides)
-        expand = TensorMap(_EXPAND_WEIGHT, ("c", g.parts * g.problem.e), (64, FUSED_CHUNK), 128)
+        expand = TensorMap(_EXPAND_WEIGHT, ("c", g.parts * g.problem.e), (64, 16), 128)  # a warp's 16 rows
         rows = g.half_oc
         if g.lane_oc == 2:
             project = TensorMap(_PW_WEIGHT, ("e", g.parts * g.problem.o), (FUSED_CHUNK, rows), 128)

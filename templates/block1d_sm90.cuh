@@ -8,8 +8,9 @@
 //   those are the MN-major A operand of the second GEMM: each of two project warpgroups has 64 positions of it. (With operands in two parts, a tile
 //     is 64 positions, and each of the two has half of the output channels.)
 // The three work on chunks behind each other, in a ring of slots. The sums of the second GEMM start from the residual, which is x as it lies in
-// shared memory; in fp32 it is added at the end, from global memory. What comes by TMA is asked for by a thread of the first two warpgroups, as soon
-// as a slot is free.
+// shared memory; in fp32 it is added at the end, from global memory. There is no warp that does nothing but ask for what comes by TMA. Of the expand
+// weights and of the taps each warp needs its own quarter, and asks for the next one itself when it is done, without waiting for others; the project
+// weights are asked for by the project warpgroups, which wait most.
 //
 // tests/test_block_protocol.py goes through the waits and arrivals of all warps in random order: whoever changes them here changes them there.
 #pragma once
@@ -66,7 +67,7 @@ struct BlockLayout {
   static constexpr int kBoundOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 : 0);  // HalfOperands::bound
   static constexpr int kActivatedOffset = kBoundOffset + (Config::kScaled ? 8 : 0);  // of each slot: scale of what it holds activated, its inverse
   static constexpr int kBarrierOffset = kActivatedOffset + (Config::kScaled ? 8 * Config::kHiddenSlots : 0);
-  static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kExpandSlots + Config::kProjectSlots) + 5 * Config::kHiddenSlots;
+  static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kProjectSlots) + 4 * Config::kExpandSlots + 7 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
   static constexpr int kPackedBytes = Config::kScaled ? HalfOperands<Config>::kBytes : kChunks * T::kBytes;
 };
@@ -99,20 +100,19 @@ template <class Config>
 struct BlockShared {
   using L = BlockLayout<Config>;
   char* base;
-  FullBarrier *x_full, *expand_full, *project_full, *taps_full;
-  EmptyBarrier *x_empty, *expand_empty, *project_empty, *taps_empty;
+  FullBarrier *x_full, *project_full;
+  FullBarrier *expand_full, *taps_full;  // four for a slot: a warp's quarter is nobody else's
+  EmptyBarrier *x_empty, *project_empty;
   EmptyBarrier *hidden_full, *operand_full, *operand_empty;  // of a slot: rows, activated rows, rows that nobody needs any more
 
   CUTLASS_DEVICE explicit BlockShared(char* raw) : base(raw) {
     x_full = reinterpret_cast<FullBarrier*>(base + L::kBarrierOffset);
     expand_full = x_full + L::kExpandAtoms;
-    project_full = expand_full + Config::kExpandSlots;
-    taps_full = project_full + Config::kProjectSlots;
-    x_empty = reinterpret_cast<EmptyBarrier*>(taps_full + Config::kHiddenSlots);
-    expand_empty = x_empty + L::kExpandAtoms;
-    project_empty = expand_empty + Config::kExpandSlots;
-    taps_empty = project_empty + Config::kProjectSlots;
-    hidden_full = taps_empty + Config::kHiddenSlots;
+    taps_full = expand_full + 4 * Config::kExpandSlots;
+    project_full = taps_full + 4 * Config::kHiddenSlots;
+    x_empty = reinterpret_cast<EmptyBarrier*>(project_full + Config::kProjectSlots);
+    project_empty = x_empty + L::kExpandAtoms;
+    hidden_full = project_empty + Config::kProjectSlots;
     operand_full = hidden_full + Config::kHiddenSlots;
     operand_empty = operand_full + Config::kHiddenSlots;
   }
@@ -134,11 +134,10 @@ struct BlockShared {
       x_full[i].init(1);
       x_empty[i].init(4 + (L::kStartsFromX ? L::kProjectWarps : 0));
     }
-    for (int i = 0; i < Config::kExpandSlots; ++i) expand_full[i].init(1), expand_empty[i].init(4);
+    for (int i = 0; i < 4 * Config::kExpandSlots; ++i) expand_full[i].init(1);
+    for (int i = 0; i < 4 * Config::kHiddenSlots; ++i) taps_full[i].init(1);
     for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps / L::kParts);
     for (int i = 0; i < Config::kHiddenSlots; ++i) {
-      taps_full[i].init(1);
-      taps_empty[i].init(4);
       hidden_full[i].init(4);
       operand_full[i].init(4);
       operand_empty[i].init(L::kProjectWarps);
@@ -171,18 +170,10 @@ CUTLASS_DEVICE void arrive_warp(EmptyBarrier& barrier, int lane) {
 
 constexpr auto kTmaHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
-/// One thread: load number `i` into a ring of `Slots`, of loads numbered through all tiles of the block, once everybody has left its slot.
-template <int Slots, class Load>
-CUTLASS_DEVICE void load_slot(int i, int total, EmptyBarrier* empty, Load const& load) {
-  if (i >= total) return;
-  if (i >= Slots) empty[i % Slots].wait(i / Slots % 2 ^ 1);
-  load(i, i % Slots);
-}
-
-/// Tiles of this block, of all.
+/// Tiles of this block, of all from number `index` of its own on.
 template <class Config>
-CUTLASS_DEVICE int own_tiles(Arguments const& args) {
-  return (BlockTile<Config>::count(args) - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);
+CUTLASS_DEVICE int own_tiles(Arguments const& args, int index = blockIdx.x) {
+  return (BlockTile<Config>::count(args) - index + int(gridDim.x) - 1) / int(gridDim.x);
 }
 
 /// In place of TileScales where nothing is scaled: rows are sums and the bias.
@@ -250,10 +241,10 @@ struct Expand {
 
   /// MMAs over 64 channels of x, left in flight. Products of parts, of weights and of x: low and high, high and low, both high.
   CUTLASS_DEVICE static void issue(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots> const& weight, int atom,
-                                   uint32_t x_parity, bool accumulate) {
+                                   uint32_t x_parity, bool accumulate, int warp) {
     constexpr int kFirst = L::kParts == 2 ? 0 : 2;
     shared.x_full[atom].wait(x_parity);
-    shared.expand_full[weight.slot].wait(weight.parity);
+    shared.expand_full[4 * weight.slot + warp].wait(weight.parity);
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
     for (int product = kFirst; product < 3; ++product)
@@ -268,7 +259,7 @@ struct Expand {
   /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
-                                      uint32_t x_parity, Done const& done) {
+                                      uint32_t x_parity, int warp, Done const& done) {
     // In two parts: the tensor cores cut sums off, so that they are added up in fp32 after kRun times 64 channels.
     constexpr int kRun = L::kParts == 2 ? 2 : L::kExpandAtoms;
     Accumulator run, second;
@@ -285,7 +276,7 @@ struct Expand {
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
       bool const first = atom % kRun == 0, merged = first && atom > kRun;
       if (merged) finish(atom - 1);
-      issue(L::kParts == 1 ? sum : atom / kRun == 1 ? second : run, shared, weight, atom, x_parity, !first);
+      issue(L::kParts == 1 ? sum : atom / kRun == 1 ? second : run, shared, weight, atom, x_parity, !first, warp);
       if (atom > 0 && !merged) {
         cute::warpgroup_wait<1>();
         done(previous, atom - 1);
@@ -372,19 +363,22 @@ struct Expand {
                                  cute::TmaDescriptor const& expand_map, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const chunks = own_tiles<Config>(args) * L::kChunks;
-    // 64 channels of x of a chunk's weights.
+    // 64 channels of x of the warp's 16 rows of a chunk's weights, which the MMA's other warps do not read.
     auto const load_weights = [&](int slot, int chunk, int atom) {
-      auto& full = shared.expand_full[slot];
-      full.arrive_and_expect_tx(L::kExpandSlotBytes);
+      auto& full = shared.expand_full[4 * slot + warp];
+      full.arrive_and_expect_tx(L::kExpandSlotBytes / 4);
       CUTLASS_PRAGMA_UNROLL
       for (int part = 0; part < L::kParts; ++part)
-        cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint, shared.expand(slot) + part * L::kExpandPartBytes,
-                                     atom * 64, chunk * L::kChunkChannels + part * Config::kC);
+        cute::SM90_TMA_LOAD_2D::copy(&expand_map, reinterpret_cast<uint64_t*>(&full), kTmaHint,
+                                     shared.expand(slot) + part * L::kExpandPartBytes + warp * (L::kExpandPartBytes / 4), atom * 64,
+                                     chunk * L::kChunkChannels + 16 * warp + part * Config::kC);
     };
-    if (warp == 0 && cute::elect_one_sync() && chunks > 0) {
-      BlockTile<Config> const tile(args, blockIdx.x);
-      CUTLASS_PRAGMA_NO_UNROLL
-      for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
+    if (cute::elect_one_sync() && chunks > 0) {
+      if (warp == 0) {
+        BlockTile<Config> const tile(args, blockIdx.x);
+        CUTLASS_PRAGMA_NO_UNROLL
+        for (int atom = 0; atom < L::kExpandAtoms; ++atom) load_x(args, x_map, x_window_map, shared, tile, atom);
+      }
       CUTLASS_PRAGMA_NO_UNROLL
       for (int i = 0; i < Config::kExpandSlots && i < chunks * L::kExpandAtoms; ++i)
         load_weights(i, i / L::kExpandAtoms % L::kChunks, i % L::kExpandAtoms);
@@ -410,29 +404,25 @@ struct Expand {
       Rows to;
       if constexpr (!Config::kScaled) to = scales.rows(args, L::kChunkChannels * chunk + 16 * warp + lane / 4);
       Accumulator sum;
-      // Gives back what MMAs have read, and asks for what comes there next.
+      // Asks for what comes where MMAs have read.
       auto const done = [&](RingCursor<Config::kExpandSlots> const& done, int atom) {
-        arrive_warp(shared.expand_empty[done.slot], lane);
-        if (last && lane == 0) shared.x_empty[atom].arrive();
         // Of the weights, those that come next are kExpandSlots further on.
         int const ahead = (atom + Config::kExpandSlots) / L::kExpandAtoms;
-        if (warp == 0 && cute::elect_one_sync()) {
-          if (i + ahead < chunks) {
-            shared.expand_empty[done.slot].wait(done.parity);
-            load_weights(done.slot, (chunk + ahead) % L::kChunks, (atom + Config::kExpandSlots) % L::kExpandAtoms);
-          }
-          if (last && i + 1 < chunks) {
+        if (cute::elect_one_sync()) {
+          if (i + ahead < chunks) load_weights(done.slot, (chunk + ahead) % L::kChunks, (atom + Config::kExpandSlots) % L::kExpandAtoms);
+          if (last) shared.x_empty[atom].arrive();
+          if (last && warp == 0 && i + 1 < chunks) {
             shared.x_empty[atom].wait(turn % 2);
             load_x(args, x_map, x_window_map, shared, next, atom);
           }
         }
         __syncwarp();
       };
-      multiply(sum, shared, weight, turn % 2, done);
+      multiply(sum, shared, weight, turn % 2, warp, done);
       char* const rows = shared.hidden(hidden.slot);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
       if constexpr (Config::kScaled) {
-        shared.taps_full[hidden.slot].wait(hidden.parity);
+        shared.taps_full[4 * hidden.slot + warp].wait(hidden.parity);
         to = scales.rows(shared.channels(hidden.slot), 16 * warp + lane / 4, lane % 4 == 0);
         if (warp == 0 && lane == 0) {
           shared.activated_scale(hidden.slot) = scales.of_activated;
@@ -494,34 +484,31 @@ struct Depthwise {
     }
   }
 
-  CUTLASS_DEVICE static void run(Arguments const& args, cute::TmaDescriptor const& project_map, BlockShared<Config> const& shared) {
+  CUTLASS_DEVICE static void run(Arguments const& args, BlockShared<Config> const& shared) {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     cute::conditional_t<L::kParts == 2, Fp32Depthwise<Config>, Toeplitz> const stage(16 * warp, lane);
     int const chunks = own_tiles<Config>(args) * L::kChunks;
-    auto const load_taps = [&](int i, int slot) {
-      auto& full = shared.taps_full[slot];
-      full.arrive_and_expect_tx(L::kTapsBytes);
-      cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::kTapsBytes,
-                                     reinterpret_cast<uint64_t*>(&full), shared.taps(slot), L::kTapsBytes);
+    // The warp's 16 channels of what is known of a chunk's, which the other warps do not read. Chunks are numbered through all tiles of the block.
+    auto const load_taps = [&](int slot, int i) {
+      if (i >= chunks) return;
+      auto& full = shared.taps_full[4 * slot + warp];
+      full.arrive_and_expect_tx(L::kTapsBytes / 4);
+      auto const load = [&](int from, int bytes) {
+        cute::SM90_BULK_COPY_G2S::copy(static_cast<char const*>(args.workspace) + int64_t(i % L::kChunks) * L::kTapsBytes + from,
+                                       reinterpret_cast<uint64_t*>(&full), shared.taps(slot) + from, bytes);
+      };
+      load(warp * (L::T::kBytes / 4), L::T::kBytes / 4);
+      constexpr int kKnown = (L::kTapsBytes - L::T::kBytes) / 4;
+      if constexpr (kKnown > 0) load(L::T::kBytes + warp * kKnown, kKnown);
     };
-    if (warp == 1 && cute::elect_one_sync())
-      for (int i = 0; i < Config::kHiddenSlots; ++i) load_slot<Config::kHiddenSlots>(i, chunks, shared.taps_empty, load_taps);
+    if (cute::elect_one_sync())
+      for (int slot = 0; slot < Config::kHiddenSlots; ++slot) load_taps(slot, slot);
+    __syncwarp();
     RingCursor<Config::kHiddenSlots> hidden;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int i = 0; i < chunks; ++i) {
-      // The project weights of a chunk are asked for here and not by the expand warpgroup, which may have to wait for the project warpgroups to
-      // start a tile. (In two parts by a project warpgroup, whose slots are its own.) Two warps ask for half of them each, another one for taps, so
-      // that none has to wait for all.
-      if constexpr (L::kParts == 1) {
-        int const half = warp - 2;
-        if (half >= 0 && half < L::kHalves && cute::elect_one_sync())
-          load_slot<Config::kProjectSlots>(i * L::kHalves + half, chunks * L::kHalves, shared.project_empty, [&](int, int slot) {
-            load_project_weights(project_map, shared, slot, i % L::kChunks, half, 0);
-          });
-        __syncwarp();
-      }
       char* const rows = shared.hidden(hidden.slot);
-      shared.taps_full[hidden.slot].wait(hidden.parity);
+      shared.taps_full[4 * hidden.slot + warp].wait(hidden.parity);
       shared.hidden_full[hidden.slot].wait(hidden.parity);
       if constexpr (L::kParts == 2) {
         CUTLASS_PRAGMA_NO_UNROLL
@@ -537,8 +524,7 @@ struct Depthwise {
       }
       cutlass::arch::fence_view_async_shared();
       arrive_warp(shared.operand_full[hidden.slot], lane);
-      if (lane == 0) shared.taps_empty[hidden.slot].arrive();
-      if (warp == 1 && cute::elect_one_sync()) load_slot<Config::kHiddenSlots>(i + Config::kHiddenSlots, chunks, shared.taps_empty, load_taps);
+      if (cute::elect_one_sync()) load_taps(hidden.slot, i + Config::kHiddenSlots);
       __syncwarp();
       hidden.advance();
     }
@@ -583,18 +569,26 @@ struct Project {
     return all == all;
   }
 
-  /// The sums of a tile.
-  CUTLASS_DEVICE static void multiply(Accumulator& acc, float& unit, BlockShared<Config> const& shared, RingCursor<Config::kHiddenSlots>& hidden,
-                                      RingCursor<Config::kProjectSlots>& weight, int warpgroup, int lane) {
+  /// The sums of a tile; with it, the block has `left` chunks left.
+  CUTLASS_DEVICE static void multiply(Accumulator& acc, float& unit, BlockShared<Config> const& shared, cute::TmaDescriptor const& project_map,
+                                      RingCursor<Config::kHiddenSlots>& hidden, RingCursor<Config::kProjectSlots>& weight, int left, int warpgroup,
+                                      int warp, int lane) {
     // Else ptxas takes the sums for values that are still read while MMAs run, and lets each MMA wait for the one before (C7514).
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
-    // The MMAs of a chunk's half are in flight while those of the next one are issued; then their slots are given back.
-    int previous_weight = -1, previous_hidden = -1;
-    auto const give_back = [&] {
-      if (previous_weight >= 0) arrive_warp(shared.project_empty[previous_weight], lane);
-      if (previous_hidden >= 0) arrive_warp(shared.operand_empty[previous_hidden], lane);
+    // The MMAs of a chunk's half are in flight while those of the next one are issued. Then their slots are given back, and a warp asks for what
+    // comes there next: of a half always one of the same warpgroup.
+    auto const give_back = [&](RingCursor<Config::kProjectSlots> const& slot, int chunk, int half) {
+      arrive_warp(shared.project_empty[slot.slot], lane);
+      constexpr int kAhead = Config::kProjectSlots / L::kHalves;
+      if (warp == 0 && warpgroup == half && chunk + kAhead < left && cute::elect_one_sync()) {
+        shared.project_empty[slot.slot].wait(slot.parity);
+        load_project_weights(project_map, shared, slot.slot, (chunk + kAhead) % L::kChunks, half, 0);
+      }
+      __syncwarp();
     };
+    RingCursor<Config::kProjectSlots> previous;
+    int previous_hidden = 0;
     CUTLASS_PRAGMA_NO_UNROLL
     for (int chunk = 0; chunk < L::kChunks; ++chunk) {
       char const* const rows = shared.hidden(hidden.slot) + warpgroup * R::kBlockBytes;
@@ -603,22 +597,26 @@ struct Project {
       shared.project_full[weight.slot].wait(weight.parity);
       issue<0>(acc, rows, shared.project(weight.slot));
       cute::warpgroup_wait<1>();
-      give_back();
-      previous_weight = weight.slot, previous_hidden = -1;
+      if (chunk > 0) {
+        arrive_warp(shared.operand_empty[previous_hidden], lane);
+        give_back(previous, chunk - 1, L::kHalves - 1);
+      }
+      previous = weight;
       weight.advance();
       if constexpr (L::kHalves == 2) {
         shared.project_full[weight.slot].wait(weight.parity);
         issue<1>(acc, rows, shared.project(weight.slot));
         cute::warpgroup_wait<1>();
-        give_back();
-        previous_weight = weight.slot;
+        give_back(previous, chunk, 0);
+        previous = weight;
         weight.advance();
       }
       previous_hidden = hidden.slot;
       hidden.advance();
     }
     cute::warpgroup_wait<0>();
-    give_back();
+    arrive_warp(shared.operand_empty[previous_hidden], lane);
+    give_back(previous, L::kChunks - 1, L::kHalves - 1);
   }
 
   /// In two parts: the sums of a tile, of the warpgroup's half of the output channels. Slot 2 * warpgroup + part is always the same part's.
@@ -794,11 +792,17 @@ struct Project {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const first = 16 * warp + (L::kParts == 1 ? 64 * warpgroup : 0);  // position of the warp's sums within the tile
     int const first_oc = L::kParts == 1 ? 0 : kOc * warpgroup;
-    if constexpr (L::kParts == 2) {
-      if (warp == 0 && cute::elect_one_sync() && own_tiles<Config>(args) > 0)
-        for (int part = 0; part < 2; ++part) load_project_weights(project_map, shared, 2 * warpgroup + part, 0, warpgroup, part);
-      __syncwarp();
+    if (warp == 0 && warpgroup < L::kHalves && cute::elect_one_sync()) {
+      int const chunks = own_tiles<Config>(args) * L::kChunks;
+      if constexpr (L::kParts == 2) {
+        if (chunks > 0)
+          for (int part = 0; part < 2; ++part) load_project_weights(project_map, shared, 2 * warpgroup + part, 0, warpgroup, part);
+      } else {
+        for (int i = 0; i < Config::kProjectSlots / L::kHalves && i < chunks; ++i)
+          load_project_weights(project_map, shared, i * L::kHalves + warpgroup, i % L::kChunks, warpgroup, 0);
+      }
     }
+    __syncwarp();
     RingCursor<1> parts;  // of the weights' slots
     RingCursor<1> x;
     RingCursor<Config::kProjectSlots> weight;
@@ -821,7 +825,7 @@ struct Project {
       if constexpr (L::kParts == 2) {
         multiply_parts(acc, unit, shared, project_map, hidden, parts, index + int(gridDim.x) >= tiles, warpgroup, warp, lane);
       } else {
-        multiply(acc, unit, shared, hidden, weight, warpgroup, lane);
+        multiply(acc, unit, shared, project_map, hidden, weight, own_tiles<Config>(args, index) * L::kChunks, warpgroup, warp, lane);
       }
       int const q = tile.l + first;
       if (__all_sync(0xffffffffu, finite(acc))) {
@@ -867,7 +871,7 @@ CUTLASS_DEVICE void block1d_sm90(Arguments const& args, cute::TmaDescriptor cons
     Expand<Config>::run(args, x_map, x_window_map, expand_map, shared);
   } else {
     set_registers<L::kDepthwiseRegisters>();
-    Depthwise<Config>::run(args, project_map, shared);
+    Depthwise<Config>::run(args, shared);
   }
 }
 
