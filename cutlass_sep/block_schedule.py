@@ -45,7 +45,7 @@ class FusedTile:
 
     tile_oc: int  # output channels: all of them
     hidden_slots: int  # chunks of 64 hidden channels
-    project_slots: int  # chunks of project weights, for half of the output channels where those are more than 128
+    project_slots: int  # chunks of project weights, of half of the output channels where those are more than 128
     expand_slots: int  # tiles of 64 x 64 expand weights
 
     def to_json(self) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class FusedGeometry:
         hidden = t.hidden_slots * round_up(rows + self.taps_bytes, 1024)
         x = round_up(self.parts * self.expand_atoms * 64 * 2 * self.positions, 1024)
         expand = t.expand_slots * self.expand_slot_bytes
-        barriers = (2 * (self.expand_atoms + t.project_slots) + 4 * t.expand_slots + 7 * t.hidden_slots) * 8
+        barriers = (2 * (self.expand_atoms + t.project_slots) + 4 * t.expand_slots + 10 * t.hidden_slots) * 8
         project = t.project_slots * self.half_oc * 128
         outputs = t.tile_oc * 4 + self.scaled * (t.tile_oc * 4 + 8 + 8 * t.hidden_slots)
         return x + expand + project + hidden + outputs + barriers
@@ -344,8 +344,9 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
 
 
 def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
-    """Rings in which one slot fills while another is in use; a chunk of hidden channels more, as two are in use. In two
-    parts one chunk of project weights: each warpgroup has a slot for either part of its own.
+    """Rings in which one slot fills while another is in use, since project weights are given back when the MMAs of the
+    next ones have been issued; a chunk of hidden channels more, as two are in use. In two parts one chunk of project
+    weights: each warpgroup has a slot for either part of its own.
     """
     tile_oc = next((oc for oc in FUSED_TILE_OCS if oc >= problem.o), FUSED_TILE_OCS[-1])
     if problem.fp32_precision == "ieee":
@@ -355,18 +356,25 @@ def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
 
 @lru_cache(maxsize=1024)
 def _fused(problem: SeparableBlock1dProblem, arch: str) -> tuple[BlockSchedule, ...]:
-    """The fused schedules that fit: more chunks of project weights (the fastest, where there is room for them), of
-    hidden channels, or of expand weights alone.
+    """The fused schedules that fit, the fastest first: more project weights where there is room for them, more chunks
+    of hidden channels, or more expand weights.
     """
     found = []
     least = _least_tile(problem)
     halves, parts = FusedGeometry(problem, least).halves, FusedGeometry(problem, least).parts
-    rings = ((2, 2), (3, 2)) if parts == 2 else ((3, 3), (3, 2), (4, 2))  # project: whole chunks, or parts of one
+    if parts == 2:
+        rings = ((2, 4), (3, 4))
+    elif halves == 1:
+        rings = ((3, 3), (3, 2), (4, 2))
+    else:  # fp32, whose depthwise stage takes longer, gains from more hidden channels
+        rings = ((3, 6), (4, 3), (3, 3), (3, 4)) if problem.dtype == "float32" else ((3, 6), (3, 3), (4, 3), (3, 4))
     for hidden, project in rings:
-        tile = replace(least, hidden_slots=hidden, project_slots=project * halves, expand_slots=0)
+        tile = replace(least, hidden_slots=hidden, project_slots=project, expand_slots=0)
         geometry = FusedGeometry(problem, tile)
         room = archs.SHARED_BYTES[arch] - geometry.shared_bytes
         slots = min(room // (geometry.expand_slot_bytes + 32), 2 * geometry.expand_atoms)
+        if slots > geometry.expand_atoms:  # a slot always has the same channels
+            slots -= slots % geometry.expand_atoms
         if slots >= 2:
             found.append(BlockSchedule("fused", "sm90", tile=replace(tile, expand_slots=slots)))
     return tuple(found)
@@ -402,16 +410,9 @@ def _check_fused(problem: SeparableBlock1dProblem, schedule: BlockSchedule, arch
             return Support(False, f"{name}={value!r} must be an integer of at least {least[name]}")
     if schedule.tile.tile_oc not in FUSED_TILE_OCS:
         return Support(False, f"tile_oc={schedule.tile.tile_oc} must be one of {', '.join(map(str, FUSED_TILE_OCS))}")
-    # The project warpgroups give a half back when they have issued the next one, before which the depthwise warpgroup
-    # asks for the next chunk's: with one chunk's slots they wait for each other. A slot is always the same half's,
-    # which one warp asks for: who waits for it to be free knows that it was filled before.
     geometry = FusedGeometry(problem, schedule.tile)
-    halves = geometry.halves
     if geometry.parts == 2 and schedule.tile.project_slots != 4:
         return Support(False, f"project_slots={schedule.tile.project_slots} must be 4: two parts for two warpgroups")
-    if schedule.tile.project_slots % halves or schedule.tile.project_slots < 2 * halves:
-        reason = f"must be those of two or more chunks, each {halves} with {schedule.tile.tile_oc} output channels"
-        return Support(False, f"project_slots={schedule.tile.project_slots} {reason}")
     shared_bytes = geometry.shared_bytes
     if shared_bytes > archs.SHARED_BYTES[arch]:
         return Support(False, f"{shared_bytes} bytes of shared memory, {archs.SHARED_BYTES[arch]} at hand")

@@ -195,6 +195,7 @@ def options(arch: str) -> ProgramOptions:
     """The options NVRTC gets: those of `option_strings` and the include paths. Raises EnvironmentProblem."""
     from cuda.core import ProgramOptions
 
+    version = toolchain.nvrtc()
     return ProgramOptions(
         arch=arch,
         std="c++17",
@@ -204,8 +205,9 @@ def options(arch: str) -> ProgramOptions:
         device_as_default_execution_space=True,
         # Else the current working directory is searched for headers.
         no_source_include=True,
-        # NVRTC's own cache would answer a second build without the log, and make build times untrue.
-        no_cache=True,
+        # NVRTC's own cache, which it has since 12.9, would answer a second build without the log, and make build times
+        # untrue.
+        no_cache=True if (version.major, version.minor) >= (12, 9) else None,
         # Registers, shared memory and spills of each kernel come back in the log.
         ptxas_options=["-v"],
     )
@@ -214,7 +216,8 @@ def options(arch: str) -> ProgramOptions:
 def option_strings(arch: str) -> tuple[str, ...]:
     """The same options as text, without the include paths (headers count by their contents): for keys and digests.
 
-    Written out so that a key needs no import of cuda.core; a test holds them equal to `options`.
+    Written out so that a key needs no import of cuda.core; a test holds them equal to `options`. NVRTC before 12.9
+    does not get `--no-cache`.
     """
     return (
         f"-arch={arch}",

@@ -124,7 +124,7 @@ def call(op: torch_ops.TorchOp, tensors: tuple, options: tuple) -> Tensor:
 
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_any_requires_grad = torch._C._any_requires_grad
+_any_requires_grad = torch_ops.any_requires_grad
 _modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active

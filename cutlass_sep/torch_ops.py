@@ -14,6 +14,14 @@ from . import dispatch
 from .operators import BLOCK1D, OPERATORS, SEPARABLE2D, Operator, lowered
 from .problem import layout_of, strides_of
 
+
+def _any_requires_grad(*values) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+#: Whether one of the arguments is a tensor that requires a gradient. Early versions of PyTorch have no function for it.
+any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
+
 # y's layout follows x's, so a compiler must not hand over x with other strides than it traced.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
@@ -79,7 +87,7 @@ class TorchOp:
         return [torch.empty_like(t) for t, wanted in zip(args[: self.count], args[-1], strict=True) if wanted]
 
     def _autograd(self, keyset, *args) -> Tensor:
-        if (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)) or forward_ad._current_level >= 0:
+        if (torch.is_grad_enabled() and any_requires_grad(*args)) or forward_ad._current_level >= 0:
             return Separable.apply(self, keyset, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return self.forward.redispatch(keyset & torch._C._after_autograd_keyset, *args)

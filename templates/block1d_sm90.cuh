@@ -67,7 +67,7 @@ struct BlockLayout {
   static constexpr int kBoundOffset = kScaleOffset + (Config::kScaled ? Config::kTileOc * 4 : 0);  // HalfOperands::bound
   static constexpr int kActivatedOffset = kBoundOffset + (Config::kScaled ? 8 : 0);  // of each slot: scale of what it holds activated, its inverse
   static constexpr int kBarrierOffset = kActivatedOffset + (Config::kScaled ? 8 * Config::kHiddenSlots : 0);
-  static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kProjectSlots) + 4 * Config::kExpandSlots + 7 * Config::kHiddenSlots;
+  static constexpr int kBarriers = 2 * (kExpandAtoms + Config::kProjectSlots) + 4 * Config::kExpandSlots + 10 * Config::kHiddenSlots;
   static constexpr int kSharedBytes = kBarrierOffset + kBarriers * 8;
   static constexpr int kPackedBytes = Config::kScaled ? HalfOperands<Config>::kBytes : kChunks * T::kBytes;
 };
@@ -113,7 +113,7 @@ struct BlockShared {
     x_empty = reinterpret_cast<EmptyBarrier*>(project_full + Config::kProjectSlots);
     project_empty = x_empty + L::kExpandAtoms;
     hidden_full = project_empty + Config::kProjectSlots;
-    operand_full = hidden_full + Config::kHiddenSlots;
+    operand_full = hidden_full + 4 * Config::kHiddenSlots;
     operand_empty = operand_full + Config::kHiddenSlots;
   }
   CUTLASS_DEVICE char* x() const { return base; }
@@ -135,10 +135,9 @@ struct BlockShared {
       x_empty[i].init(4 + (L::kStartsFromX ? L::kProjectWarps : 0));
     }
     for (int i = 0; i < 4 * Config::kExpandSlots; ++i) expand_full[i].init(1);
-    for (int i = 0; i < 4 * Config::kHiddenSlots; ++i) taps_full[i].init(1);
+    for (int i = 0; i < 4 * Config::kHiddenSlots; ++i) taps_full[i].init(1), hidden_full[i].init(1);
     for (int i = 0; i < Config::kProjectSlots; ++i) project_full[i].init(1), project_empty[i].init(L::kProjectWarps / L::kParts);
     for (int i = 0; i < Config::kHiddenSlots; ++i) {
-      hidden_full[i].init(4);
       operand_full[i].init(4);
       operand_empty[i].init(L::kProjectWarps);
     }
@@ -241,9 +240,9 @@ struct Expand {
 
   /// MMAs over 64 channels of x, left in flight. Products of parts, of weights and of x: low and high, high and low, both high.
   CUTLASS_DEVICE static void issue(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots> const& weight, int atom,
-                                   uint32_t x_parity, bool accumulate, int warp) {
+                                   uint32_t x_parity, bool accumulate, bool entering, int warp) {
     constexpr int kFirst = L::kParts == 2 ? 0 : 2;
-    shared.x_full[atom].wait(x_parity);
+    if (entering) shared.x_full[atom].wait(x_parity);
     shared.expand_full[4 * weight.slot + warp].wait(weight.parity);
     cute::warpgroup_arrive();
     CUTLASS_PRAGMA_UNROLL
@@ -259,7 +258,7 @@ struct Expand {
   /// The chunk's hidden channels, without bias. `done(weight, atom)` follows the MMAs over 64 channels of x and their slot of weights.
   template <class Done>
   CUTLASS_DEVICE static void multiply(Accumulator& sum, BlockShared<Config> const& shared, RingCursor<Config::kExpandSlots>& weight,
-                                      uint32_t x_parity, int warp, Done const& done) {
+                                      uint32_t x_parity, bool entering, int warp, Done const& done) {
     // In two parts: the tensor cores cut sums off, so that they are added up in fp32 after kRun times 64 channels.
     constexpr int kRun = L::kParts == 2 ? 2 : L::kExpandAtoms;
     Accumulator run, second;
@@ -276,7 +275,7 @@ struct Expand {
     for (int atom = 0; atom < L::kExpandAtoms; ++atom) {
       bool const first = atom % kRun == 0, merged = first && atom > kRun;
       if (merged) finish(atom - 1);
-      issue(L::kParts == 1 ? sum : atom / kRun == 1 ? second : run, shared, weight, atom, x_parity, !first, warp);
+      issue(L::kParts == 1 ? sum : atom / kRun == 1 ? second : run, shared, weight, atom, x_parity, !first, entering, warp);
       if (atom > 0 && !merged) {
         cute::warpgroup_wait<1>();
         done(previous, atom - 1);
@@ -418,13 +417,13 @@ struct Expand {
         }
         __syncwarp();
       };
-      multiply(sum, shared, weight, turn % 2, warp, done);
+      multiply(sum, shared, weight, turn % 2, chunk == 0, warp, done);
       char* const rows = shared.hidden(hidden.slot);
       shared.operand_empty[hidden.slot].wait(hidden.parity ^ 1);
       if constexpr (Config::kScaled) {
         shared.taps_full[4 * hidden.slot + warp].wait(hidden.parity);
         to = scales.rows(shared.channels(hidden.slot), 16 * warp + lane / 4, lane % 4 == 0);
-        if (warp == 0 && lane == 0) {
+        if (lane == 0) {  // all warps the same
           shared.activated_scale(hidden.slot) = scales.of_activated;
           shared.activated_inverse_scale(hidden.slot) = inverse_power(scales.of_activated);
         }
@@ -432,7 +431,7 @@ struct Expand {
       if constexpr (L::kParts == 2) store_fp32_rows(rows, sum, to, warp, lane, -window, args.w - window);
       else if (window >= 0 && window + L::kPositions <= args.w) store_rows<false>(rows, sum, to, warp, lane, 0, 0);
       else store_rows<true>(rows, sum, to, warp, lane, -window, args.w - window);
-      arrive_warp(shared.hidden_full[hidden.slot], lane);
+      arrive_warp(shared.hidden_full[4 * hidden.slot + warp], lane);
       hidden.advance();
       if (++chunk == L::kChunks) {
         chunk = 0, ++turn;
@@ -509,7 +508,7 @@ struct Depthwise {
     for (int i = 0; i < chunks; ++i) {
       char* const rows = shared.hidden(hidden.slot);
       shared.taps_full[4 * hidden.slot + warp].wait(hidden.parity);
-      shared.hidden_full[hidden.slot].wait(hidden.parity);
+      shared.hidden_full[4 * hidden.slot + warp].wait(hidden.parity);
       if constexpr (L::kParts == 2) {
         CUTLASS_PRAGMA_NO_UNROLL
         for (int pass = 0; pass < 4; ++pass)
@@ -577,13 +576,13 @@ struct Project {
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kOc / 2; ++i) cute::warpgroup_fence_operand(acc[i]);
     // The MMAs of a chunk's half are in flight while those of the next one are issued. Then their slots are given back, and a warp asks for what
-    // comes there next: of a half always one of the same warpgroup.
+    // comes there next, kProjectSlots halves further on.
     auto const give_back = [&](RingCursor<Config::kProjectSlots> const& slot, int chunk, int half) {
       arrive_warp(shared.project_empty[slot.slot], lane);
-      constexpr int kAhead = Config::kProjectSlots / L::kHalves;
-      if (warp == 0 && warpgroup == half && chunk + kAhead < left && cute::elect_one_sync()) {
+      int const next = chunk + (half + Config::kProjectSlots) / L::kHalves;
+      if (warp == 0 && warpgroup == half && next < left && cute::elect_one_sync()) {
         shared.project_empty[slot.slot].wait(slot.parity);
-        load_project_weights(project_map, shared, slot.slot, (chunk + kAhead) % L::kChunks, half, 0);
+        load_project_weights(project_map, shared, slot.slot, next % L::kChunks, (half + Config::kProjectSlots) % L::kHalves, 0);
       }
       __syncwarp();
     };
@@ -792,14 +791,14 @@ struct Project {
     int const warp = cutlass::canonical_warp_idx_sync() % 4, lane = cutlass::canonical_lane_idx();
     int const first = 16 * warp + (L::kParts == 1 ? 64 * warpgroup : 0);  // position of the warp's sums within the tile
     int const first_oc = L::kParts == 1 ? 0 : kOc * warpgroup;
-    if (warp == 0 && warpgroup < L::kHalves && cute::elect_one_sync()) {
+    if (warp == 0 && warpgroup < L::kParts && cute::elect_one_sync()) {
       int const chunks = own_tiles<Config>(args) * L::kChunks;
       if constexpr (L::kParts == 2) {
         if (chunks > 0)
           for (int part = 0; part < 2; ++part) load_project_weights(project_map, shared, 2 * warpgroup + part, 0, warpgroup, part);
       } else {
-        for (int i = 0; i < Config::kProjectSlots / L::kHalves && i < chunks; ++i)
-          load_project_weights(project_map, shared, i * L::kHalves + warpgroup, i % L::kChunks, warpgroup, 0);
+        for (int i = 0; i < Config::kProjectSlots && i / L::kHalves < chunks; ++i)
+          load_project_weights(project_map, shared, i, i / L::kHalves % L::kChunks, i % L::kHalves, 0);
       }
     }
     __syncwarp();

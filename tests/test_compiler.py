@@ -135,6 +135,16 @@ def test_option_strings_are_the_options() -> None:
     assert not any("fast" in option or "ftz" in option for option in given)
 
 
+@pytest.mark.parametrize(("minor", "expected"), [(8, None), (9, True)])
+def test_early_nvrtc_is_not_told_of_its_cache(
+    minor: int, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has none before 12.9, and refuses the option."""
+    monkeypatch.setattr(toolchain, "nvrtc", lambda: toolchain.Nvrtc(12, minor, "build"))
+    monkeypatch.setattr(compiler, "include_paths", lambda: ())
+    assert compiler.options("sm_90a").no_cache is expected
+
+
 def test_cutlass_sees_the_architecture() -> None:
     source = (
         CUTLASS_SOURCE
@@ -540,7 +550,7 @@ def test_architectures() -> None:
     known = compiler.supported_archs()
     assert {"sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100a", "sm_120a"} <= set(known)
     assert "sm_80a" not in known
-    for arch in ("sm_61", "sm_99", "sm_80a"):
+    for arch in ("sm_35", "sm_99", "sm_80a"):
         with pytest.raises(UnsupportedArch) as caught:
             build(arch=arch)
         message = str(caught.value)

@@ -913,3 +913,10 @@ def test_errors_do_not_depend_on_earlier_calls():
         for _ in range(2):
             assert torch.equal(separable(*tensors, **dict.fromkeys(right, same)), want)
     assert len(dispatch._launchers) == known + 2, "one for a list, one for the ints that NumPy's stand for"
+
+
+def test_gradients_are_seen_without_pytorchs_own_look():
+    """torch_ops._any_requires_grad stands in for a function that early versions of PyTorch lack."""
+    leaf, plain = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    for values in ((plain, None, 1, leaf), (plain, None, "relu"), (), (leaf,)):
+        assert torch_ops._any_requires_grad(*values) == any(value is leaf for value in values)
