@@ -654,9 +654,11 @@ def check(
             name = "plane_rows" if schedule.plane_rows else "thread_rows"
             return Support(False, f"{name}={getattr(schedule, name)}: {reason}")
         return check(problem.pointwise, schedule.pointwise, arch)
-    return _check_tiles(problem, schedule, arch)
+    of_this_size = schedule.run_window or schedule.shared_x
+    return _check_tiles(problem if of_this_size else _without_size(problem), schedule, arch)
 
 
+@lru_cache(maxsize=4096)
 def _check_tiles(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Support:
     """`check` of one kernel's tiles, which are the same at all sizes but for runs of pixels and `shared_x`."""
     geometry = Geometry(problem, schedule)
@@ -912,7 +914,8 @@ def _without_size(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
 def _of_all_sizes(layer: SeparableConv2dProblem, path: str, arch: str) -> tuple[tuple[Schedule, ...], ...]:
     """What a layer's sizes have in common, and takes long to find: legal tiles, and those whose rows are turned."""
     found = (_tiles(layer, arch), _turned_tiles(layer, arch)) if path == "sm90" else (_portable(layer, arch), ())
-    return tuple(tuple(s for s in schedules if _check_tiles(layer, s, arch)) for schedules in found)
+    legal = _check_tiles.__wrapped__  # thousands, which would be all that the cache holds
+    return tuple(tuple(s for s in schedules if legal(layer, s, arch)) for schedules in found)
 
 
 def _tiles(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
@@ -1068,7 +1071,7 @@ def _portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     fits = False
     for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(tile_ocs, slots, (4, 2, 1), (4, 2, 1), (2, 1)):
         schedule = Schedule("portable", tile_oc, slot, blocks, warps_q, warpgroups)
-        fits = fits or bool(_check_tiles(problem, schedule, arch))
+        fits = fits or bool(_check_tiles.__wrapped__(problem, schedule, arch))
         yield schedule
     if not fits:
         for blocks, warps_q in ((1, 4), (1, 1)):
@@ -1120,8 +1123,14 @@ def typical(problem: SeparableConv2dProblem) -> list[SeparableConv2dProblem]:
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
     """Legal schedules, of one path or of all: first those that the layer keeps, then the rest, both by `estimate`."""
     archs.check(arch)
+    return list(_candidates(problem, arch, path))
+
+
+@lru_cache(maxsize=256)
+def _candidates(problem: SeparableConv2dProblem, arch: str, path: str | None) -> tuple[Schedule, ...]:
+    """`candidates`, which a plan asks for several times."""
     sizes = typical(problem)
-    return kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate)
+    return tuple(kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate))
 
 
 @lru_cache(maxsize=1024)
