@@ -62,10 +62,10 @@ _PORTABLE_LOADS = {"channels_last": 14.5, "contiguous": 8.0}
 _PORTABLE_STORES = 30.0
 #: portable: a warp's time alone over that among others; cycles of a chunk's barriers and first loads.
 _PORTABLE_ALONE, _PORTABLE_CHUNK = 1.53, 1220.0
-#: A depthwise kernel on planes, by hand from eight shapes: cycles of an mma.sync of each scheduler, of a wavefront of
+#: A depthwise kernel on planes, fitted to ten layers: cycles of an mma.sync of each scheduler, of a wavefront of
 #: shared memory and of a tile beside these; by how much it takes longer with 8 warps; cycles of a row that TMA copies.
-_PLANE_MMA, _PLANE_WAVEFRONT, _PLANE_TILE, _FEW_WARPS = 2.5, 0.8, 1300.0, 1.25
-_PLANE_COPY = 3.0
+_PLANE_MMA, _PLANE_WAVEFRONT, _PLANE_TILE, _FEW_WARPS = 3.73, 0.573, 567.0, 1.19
+_PLANE_COPY = 3.38
 #: A pointwise kernel with x in shared memory: cycles of a cycle of tensor cores, bytes a cycle that arrive, cycles of a
 #: tile beside its steps, and of an output channel.
 _SHARED_X_TENSOR, _SHARED_X_BYTES, _SHARED_X_ITEM, _SHARED_X_OUTPUT = 1.1, 50.0, 1200.0, 4.0

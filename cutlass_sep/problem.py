@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
@@ -26,6 +26,25 @@ ACTIVATIONS = (None, "relu", "relu6", "silu", "hardswish", "gelu", "gelu_tanh")
 MAX_ALIGNMENT = 16
 #: Extents of a problem's `layer`: larger than windows, and aligned.
 _ANY_SIZE = 1 << 20
+
+
+class once:
+    """A property that is computed once, as `cached_property` is, but without a lock, which takes longer than most.
+
+    Of what is asked for while schedules are ranked, thousands at a time.
+    """
+
+    def __init__(self, compute: Callable[[Any], Any]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
 
 
 class Pads(NamedTuple):
@@ -67,7 +86,7 @@ class Problem(ABC):
     def pitches(self) -> tuple[int, ...]:
         """Elements from one run of memory of x and of y to the next: the extents of their innermost dimension."""
 
-    @property
+    @once
     def layer(self):
         """This problem at one size that stands for all of them, as aligned as it is itself."""
         return replace(self.with_alignment(self.alignment), **dict.fromkeys(self.sizes, _ANY_SIZE))
@@ -128,17 +147,17 @@ class SeparableConv2dProblem(Problem):
     depthwise: bool = True
     residual: bool = False
 
-    @property
+    @once
     def p(self) -> int:
         """Output height."""
         return output_extent(self.h, self.padding[:2], self.kernel[0], self.stride[0], self.dilation[0])
 
-    @property
+    @once
     def q(self) -> int:
         """Output width."""
         return output_extent(self.w, self.padding[2:], self.kernel[1], self.stride[1], self.dilation[1])
 
-    @property
+    @once
     def map_pixels(self) -> int:
         """Pixels of an image of the output."""
         return self.p * self.q
@@ -157,7 +176,7 @@ class SeparableConv2dProblem(Problem):
     def y_shape(self) -> tuple[int, int, int, int]:
         return self.n, self.o, self.p, self.q
 
-    @cached_property
+    @once
     def pointwise(self) -> SeparableConv2dProblem:
         """The pointwise convolution alone, on the depthwise outputs: maps of one row of all pixels, of all images where
         those lie side by side.
@@ -285,12 +304,12 @@ class SeparableBlock1dProblem(Problem):
         """Multiplies and adds of the three convolutions (taps on padding counted, as is usual)."""
         return 2 * self.n * self.l * self.e * (self.c + self.kernel + self.o)
 
-    @cached_property
+    @once
     def expand(self) -> SeparableConv2dProblem:
         """The first kernel of the two-kernel form: the expanded channels [N,E,1,L] of x [N,C,1,L]."""
         return self._half(c=self.c, o=self.e, pw_bias=self.expand_bias, depthwise=False)
 
-    @cached_property
+    @once
     def project(self) -> SeparableConv2dProblem:
         """The second kernel of the two-kernel form: y [N,O,1,L] of the expanded channels [N,E,1,L]."""
         return self._half(

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from . import arch as archs
@@ -20,7 +20,7 @@ from . import direct, planes
 from . import estimate as estimates
 from .direct import DirectGeometry
 from .planes import PlaneGeometry
-from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem, round_up
+from .problem import KERNEL_DTYPES, MAX_ALIGNMENT, Problem, SeparableConv2dProblem, once, round_up
 
 if TYPE_CHECKING:
     from cutlass_library import TileDescription
@@ -194,7 +194,7 @@ class Geometry:
     problem: SeparableConv2dProblem
     schedule: Schedule
 
-    @property
+    @once
     def channels_last(self) -> bool:
         return self.problem.layout == "channels_last"
 
@@ -208,7 +208,7 @@ class Geometry:
         """Parts of an MMA operand."""
         return 2 if self.split else 1
 
-    @property
+    @once
     def mma_steps(self) -> int:
         """Steps of the depthwise stage (32 bytes of channels of x) whose MMAs are issued together.
 
@@ -224,12 +224,12 @@ class Geometry:
     def lane_p(self) -> int:
         return self.schedule.blocks if self.pixel_major else 1
 
-    @property
+    @once
     def pixel_major(self) -> bool:
         """Whether shared memory holds x as [pixel][channel]: always on portable, which transposes while it loads."""
         return self.channels_last or self.schedule.path == "portable" or self.turned
 
-    @property
+    @once
     def turned(self) -> bool:
         """sm90: whether contiguous rows are turned to pixel-major ones in shared memory (templates/turn_rows.cuh)."""
         return self.schedule.mma_q > 0 and not self.channels_last
@@ -241,36 +241,36 @@ class Geometry:
         """
         return not self.schedule.mma_q
 
-    @property
+    @once
     def fills_taps(self) -> bool:
         """Whether warps beside the producer make the table of taps of every pass (templates/diagonal_depthwise.cuh)."""
         return not self.packed and self.problem.depthwise and not self.schedule.packs_taps
 
-    @property
+    @once
     def runs(self) -> bool:
         """sm90: whether a tile's pixels are consecutive ones of the map, which is one row to tiles and stores."""
         return self.schedule.run_window > 0
 
-    @property
+    @once
     def map_p(self) -> int:
         """Rows of the map as tiles see it."""
         return 1 if self.runs or self.schedule.shared_x else self.problem.p
 
-    @property
+    @once
     def map_q(self) -> int:
         """Columns of it."""
         if self.schedule.shared_x:  # all images are one's
             return self.problem.n * self.problem.map_pixels
         return self.problem.map_pixels if self.runs else self.problem.q
 
-    @property
+    @once
     def run_rows(self) -> int:
         """Runs: rows of the map under a work item, at most."""
         q = self.problem.q
         last = q - math.gcd(q, self.item_q)  # column in which an item may start
         return min(self.problem.p, (last + self.item_q - 1) // q + 1)
 
-    @property
+    @once
     def warp_q(self) -> int:
         """Output columns of a warp's tile."""
         if self.turned:  # blocks side by side
@@ -282,23 +282,23 @@ class Geometry:
         """Output rows of a warp's tile."""
         return self.schedule.blocks * 16 // self.warp_q if self.schedule.mma_q else self.lane_p
 
-    @property
+    @once
     def tile_q(self) -> int:
         """Output columns of a warpgroup's tile."""
         return self.warp_q * self.schedule.warps_q
 
-    @property
+    @once
     def item_q(self) -> int:
         """Output columns of a work item."""
         return self.tile_q * (self.schedule.warpgroups if self.schedule.side_by_side else 1)
 
-    @property
+    @once
     def tiles_down(self) -> int:
         """Warpgroup tiles below each other that are worked on at a time."""
         s = self.schedule
         return 1 if s.side_by_side or s.split_channels else s.warpgroups
 
-    @property
+    @once
     def tile_p(self) -> int:
         """Output rows of a warpgroup's tile."""
         return 4 // self.schedule.warps_q * self.warp_p
@@ -309,11 +309,11 @@ class Geometry:
     def window_cols(self, q: int) -> int:
         return (q - 1) * self.problem.stride[1] + (self.problem.kernel[1] - 1) * self.problem.dilation[1] + 1
 
-    @property
+    @once
     def chunks(self) -> int:
         return -(-self.problem.c // self.schedule.slot_channels)
 
-    @property
+    @once
     def oc_tiles(self) -> int:
         return -(-self.problem.o // self.schedule.tile_oc)
 
@@ -332,7 +332,7 @@ class Geometry:
             return 0
         return -self.problem.padding[2] % (16 // self.problem.element_size)
 
-    @property
+    @once
     def row_parts(self) -> tuple[int, int, int]:
         """How TMA cuts a row that is turned: units of 8 columns, squares of 64, units (struct TurnedColumns)."""
         p = self.problem
@@ -341,7 +341,7 @@ class Geometry:
         squares, right = divmod(-(-(self.phase + self.window_cols(self.item_q)) // 8) - left, 8)
         return (left, squares + 1, 0) if right > 2 else (left, squares, right)
 
-    @property
+    @once
     def columns(self) -> int:
         """Columns of a row in shared memory on sm90."""
         if self.runs:
@@ -357,7 +357,7 @@ class Geometry:
         rest = size_bytes % 128
         return (size_bytes + (32 if rest <= 32 else 96 if rest <= 96 else 160) - rest) // size
 
-    @property
+    @once
     def slot_rows(self) -> int:
         """Rows of x in a slot of the ring: one, or all of a work item's."""
         if self.runs:
@@ -365,7 +365,7 @@ class Geometry:
         whole = self.schedule.mma_q and not self.march
         return self.window_rows(self.tiles_down * self.tile_p) if whole else 1
 
-    @property
+    @once
     def slot_bytes(self) -> int:
         """Bytes of a slot of the ring."""
         if self.runs:
@@ -374,23 +374,23 @@ class Geometry:
             return self.atoms * round_up(self.slot_rows * self.columns * 128, 1024)
         return round_up(self.schedule.slot_channels * self.columns * self.problem.element_size, 1024)
 
-    @property
+    @once
     def atoms(self) -> int:
         """128-byte groups of channels in a pass."""
         return self.schedule.slot_channels * self.problem.element_size // 128
 
-    @property
+    @once
     def stage_bytes(self) -> int:
         """Weights of one pass as they lie in shared memory (templates/pack_weights.cuh)."""
         return round_up(self.pointwise_weight_bytes + self.depthwise_weight_bytes, 1024)
 
-    @property
+    @once
     def pointwise_weight_bytes(self) -> int:
         """Pointwise weights of one pass, as MMA operands."""
         operand_size = 2 if self.split else self.problem.element_size
         return round_up(self.schedule.slot_channels * operand_size, 128) * self.parts * self.schedule.tile_oc
 
-    @property
+    @once
     def depthwise_weight_bytes(self) -> int:
         """Depthwise weights of one pass: struct DepthwiseWeights or DiagonalTaps of the templates."""
         if self.schedule.mma_q:
@@ -417,14 +417,14 @@ class Geometry:
         flags = self.pack_blocks * 4 if self.split else 0
         return round_up(stages * self.stage_bytes + channels + flags, 256)
 
-    @property
+    @once
     def pack_blocks(self) -> int:
         """Blocks of pack_weights: 16 output channels of one pass each, or the taps of one pass."""
         if not self.packed:
             return self.schedule.packs_taps * self.chunks
         return self.oc_tiles * self.chunks * -(-self.schedule.tile_oc // 16)
 
-    @property
+    @once
     def store_bytes(self) -> int:
         """Bytes of a row of the epilogue's staging buffer: channels of a pixel, or the tile's pixels of a channel."""
         if not self.channels_last:
@@ -441,7 +441,7 @@ class Geometry:
             return next(width for width in (32, 16, 8) if self.schedule.tile_oc % width == 0)
         return 16 if self.schedule.tile_oc % 16 == 0 else 8
 
-    @property
+    @once
     def store_groups(self) -> int:
         """TMA stores that a tile's output channels take; `staging_groups` of them, a divisor, are staged at a time."""
         return self.schedule.tile_oc // self.group_oc
@@ -528,7 +528,7 @@ class Geometry:
         """sm90: registers of a thread of the producer's warpgroup."""
         return PRODUCER_WITH_ROOM if self.room_beside else PRODUCER_REGISTERS[self.schedule.warpgroups]
 
-    @property
+    @once
     def matrices(self) -> int:
         """mma.sync: matrices of 8 pixels and 8 channels that a warp's depthwise outputs need (struct PixelMatrices)."""
         if self.runs:
@@ -553,7 +553,7 @@ class Geometry:
             return p.kernel[1] * min(p.stride[0], p.kernel[0] * p.dilation[0]) + p.kernel[1] + ahead
         return min(p.kernel[1], -(-8 * p.stride[1] // p.dilation[1])) + 1 + ahead
 
-    @cached_property
+    @once
     def registers(self) -> int:
         """Rough count of registers a consumer thread needs: accumulators, fragments and the depthwise window."""
         s = self.schedule
@@ -654,6 +654,13 @@ def check(
             name = "plane_rows" if schedule.plane_rows else "thread_rows"
             return Support(False, f"{name}={getattr(schedule, name)}: {reason}")
         return check(problem.pointwise, schedule.pointwise, arch)
+    of_this_size = schedule.run_window or schedule.shared_x
+    return _check_tiles(problem if of_this_size else _without_size(problem), schedule, arch)
+
+
+@lru_cache(maxsize=4096)
+def _check_tiles(problem: SeparableConv2dProblem, schedule: Schedule, arch: str) -> Support:
+    """`check` of one kernel's tiles, which are the same at all sizes but for runs of pixels and `shared_x`."""
     geometry = Geometry(problem, schedule)
     if schedule.shared_x and (reason := _no_shared_x(geometry)) is not None:
         return Support(False, f"shared_x=True: {reason}")
@@ -889,27 +896,39 @@ def _malformed(schedule: Schedule) -> str | None:
 
 def _legal(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterator[Schedule]:
     """Legal schedules of one path, unordered."""
-    for schedule in _enumerate(problem, path, arch):
-        if check(problem, schedule, arch):
-            yield schedule
-
-
-def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterator[Schedule]:
-    if path == "portable":
-        yield from _enumerate_portable(problem, arch)
+    if _out_of_reach(problem, path, arch, None) is not None:
         return
-    atom = 128 // problem.element_size
-    padded = round_up(problem.c, atom)
-    slots = {64} if problem.fp32_precision == "ieee" else {m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded}
-    one_row = is_one_row(problem)
+    tiles, turned = _of_all_sizes(_without_size(problem), path, arch)
+    yield from tiles
+    if path == "sm90":
+        yield from (schedule for schedule in _of_this_size(problem, arch) if check(problem, schedule, arch))
+    yield from turned
+
+
+def _without_size(problem: SeparableConv2dProblem) -> SeparableConv2dProblem:
+    """One problem for all sizes of a layer, in one row where tiles lie along one."""
+    return replace(problem.layer, h=1) if is_one_row(problem) else problem.layer
+
+
+@lru_cache(maxsize=256)
+def _of_all_sizes(layer: SeparableConv2dProblem, path: str, arch: str) -> tuple[tuple[Schedule, ...], ...]:
+    """What a layer's sizes have in common, and takes long to find: legal tiles, and those whose rows are turned."""
+    found = (_tiles(layer, arch), _turned_tiles(layer, arch)) if path == "sm90" else (_portable(layer, arch), ())
+    legal = _check_tiles.__wrapped__  # thousands, which would be all that the cache holds
+    return tuple(tuple(s for s in schedules if legal(layer, s, arch)) for schedules in found)
+
+
+def _tiles(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """sm90: rectangles of pixels."""
+    slots, one_row = _slots(problem), is_one_row(problem)
     # Blocks of 16 columns share matrices between the taps of long rows, blocks of 8 between kernel rows.
     diagonals = (16,) if one_row else (8, 16) if problem.kernel[1] > 8 else (8,)
     mma_qs = (0, *diagonals) if problem.element_size == 2 and problem.layout == "channels_last" else (0,)
     warps_qs = (4,) if one_row else (4, 2, 1)
-    shapes = itertools.product(_tile_ocs(problem.o), sorted(slots), (2, 1), warps_qs, (2, 3, 1), mma_qs, (False, True))
+    shapes = itertools.product(_tile_ocs(problem.o), slots, (2, 1), warps_qs, (2, 3, 1), mma_qs, (False, True))
     for tile_oc, slot, blocks, warps_q, warpgroups, mma_q, split in shapes:
         base = Schedule(
-            path, tile_oc, slot, blocks, warps_q, warpgroups, side_by_side=one_row and warpgroups > 1 and not split,
+            "sm90", tile_oc, slot, blocks, warps_q, warpgroups, side_by_side=one_row and warpgroups > 1 and not split,
             split_channels=split, mma_q=mma_q,
         )  # fmt: skip
         geometry = Geometry(problem, base)
@@ -919,18 +938,36 @@ def _enumerate(problem: SeparableConv2dProblem, path: str, arch: str) -> Iterato
             yield from _with_rings(problem, base, arch)
             if mma_q and problem.depthwise and not geometry.march:
                 yield from _with_rings(problem, replace(base, packs_taps=True), arch)
-    if problem.element_size == 2 and problem.layout == "channels_last" and problem.depthwise and not one_row:
-        for base, packs in itertools.product(_runs(problem, sorted(slots)), (False, True)):
+
+
+def _slots(problem: SeparableConv2dProblem) -> list[int]:
+    """sm90: channels of a pass worth trying."""
+    atom = 128 // problem.element_size
+    padded = round_up(problem.c, atom)
+    if problem.fp32_precision == "ieee":
+        return [64]
+    return sorted({m * atom for m in (1, 2, 4) if m * atom <= padded} | {padded})
+
+
+def _turned_tiles(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """sm90: tiles of contiguous rows that are turned."""
+    if problem.element_size == 2 and problem.layout == "contiguous":
+        for base in _turned(problem, round_up(problem.c, 128 // problem.element_size)):
+            if not _no_diagonals(Geometry(problem, base)):
+                yield from _with_rings(problem, base, arch)
+
+
+def _of_this_size(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+    """sm90: what follows from the extents as well."""
+    pixel_major = problem.element_size == 2 and problem.layout == "channels_last"
+    if pixel_major and problem.depthwise and not is_one_row(problem):
+        for base, packs in itertools.product(_runs(problem, _slots(problem)), (False, True)):
             if not (_no_diagonals(geometry := Geometry(problem, base)) or _no_runs(geometry)):
                 yield from _with_rings(problem, replace(base, packs_taps=packs), arch)
-    if not problem.depthwise and problem.element_size == 2 and problem.layout == "channels_last":
+    if not problem.depthwise and pixel_major:
         yield from _shared_x(problem, arch)
     yield from _direct(problem, arch)
     yield from _planes(problem, arch)
-    if problem.element_size == 2 and problem.layout == "contiguous":
-        for base in _turned(problem, padded):
-            if not _no_diagonals(Geometry(problem, base)):
-                yield from _with_rings(problem, base, arch)
 
 
 def _runs(problem: SeparableConv2dProblem, slots: list[int]) -> Iterator[Schedule]:
@@ -1025,7 +1062,7 @@ def _tile_ocs(o: int) -> list[int]:
     return [tile_oc for passes, tile_oc in smallest.items() if passes <= max(8, 2 * fewest)]
 
 
-def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
+def _portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[Schedule]:
     """Tiles whose window of x fits into shared memory; if there is none, the form that gathers from global memory."""
     atom = 128 // problem.element_size
     smaller = [oc for oc in PORTABLE_TILE_OCS if oc < problem.o]
@@ -1034,7 +1071,7 @@ def _enumerate_portable(problem: SeparableConv2dProblem, arch: str) -> Iterator[
     fits = False
     for tile_oc, slot, blocks, warps_q, warpgroups in itertools.product(tile_ocs, slots, (4, 2, 1), (4, 2, 1), (2, 1)):
         schedule = Schedule("portable", tile_oc, slot, blocks, warps_q, warpgroups)
-        fits = fits or bool(check(problem, schedule, arch))
+        fits = fits or bool(_check_tiles.__wrapped__(problem, schedule, arch))
         yield schedule
     if not fits:
         for blocks, warps_q in ((1, 4), (1, 1)):
@@ -1086,8 +1123,14 @@ def typical(problem: SeparableConv2dProblem) -> list[SeparableConv2dProblem]:
 def candidates(problem: SeparableConv2dProblem, arch: str, path: str | None = None) -> list[Schedule]:
     """Legal schedules, of one path or of all: first those that the layer keeps, then the rest, both by `estimate`."""
     archs.check(arch)
+    return list(_candidates(problem, arch, path))
+
+
+@lru_cache(maxsize=256)
+def _candidates(problem: SeparableConv2dProblem, arch: str, path: str | None) -> tuple[Schedule, ...]:
+    """`candidates`, which a plan asks for several times."""
     sizes = typical(problem)
-    return kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate)
+    return tuple(kept_first(problem, sizes, [for_size(size, arch, path) for size in sizes], arch, check, estimate))
 
 
 @lru_cache(maxsize=1024)
@@ -1146,7 +1189,9 @@ def ranked(problem: SeparableConv2dProblem, path: str, arch: str) -> tuple[Sched
     best = {}
     for s in found:
         best.setdefault(replace(s, row_slots=1, weight_slots=1, staging_groups=1), s)
-    return tuple(best.values())[:SM90_CANDIDATES]
+        if len(best) == SM90_CANDIDATES:
+            break
+    return tuple(best.values())
 
 
 def packs(problem: SeparableConv2dProblem, schedule: Schedule) -> bool:

@@ -47,7 +47,7 @@ def test_picks_are_as_good_as_the_documentation_says(found, others):
     """docs/performance.md states these; a change of the planner that makes them worse has to say so there."""
     left_out = quality.summary([pick for pick in found if pick.id in others])
     count, good, _, lost = left_out["bfloat16 channels_last"]
-    assert count == 28 and good >= 0.89 and lost <= 1.019
+    assert count == 28 and good >= 0.89 and lost <= 1.018
     count, good, _, lost = left_out["float32 ieee channels_last"]
     assert count == 28 and good >= 0.92 and lost <= 1.011
 
@@ -84,8 +84,8 @@ def test_first_choices_are_good_in_most_cases_left_out(trials):
     """docs/performance.md states these shares."""
     others = quality.left_out(trial.layer for trial in trials)
     for tensors, cases, share in (
-        ("bfloat16 channels_last", 133, 0.91),
-        ("float32 ieee channels_last", 83, 0.91),
+        ("bfloat16 channels_last", 133, 0.92),
+        ("float32 ieee channels_last", 83, 0.95),
         ("float32 ieee contiguous", 84, 0.97),
     ):
         losses = fitting.first_choices([t for t in trials if t.tensors == tensors and t.layer in others])
