@@ -22,7 +22,7 @@ from subjects import BLOCK, ERRORS, SEPARABLE, SUBJECTS, VIEWS, Subject, leaves,
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cutlass_sep import Unsupported, dispatch
+from cutlass_sep import Unsupported, dispatch, torch_ops
 from cutlass_sep.functional import depthwise_separable_conv2d as separable
 from cutlass_sep.reference import _cudnn_precision
 
