@@ -77,7 +77,7 @@ _DIRECT_OUTPUT, _DIRECT_LOAD, _DIRECT_UNIT, _DIRECT_TABLE = 1.5, 9.0, 50.0, 4.0
 _DIRECT_ISSUE, _DIRECT_WAVEFRONT, _DIRECT_LATENCY, _DIRECT_STEP = 1.09, 0.5, 930.0, 0.85
 _DIRECT_MISSES, _DIRECT_SHARE, _DIRECT_START, _DIRECT_TAIL = 0.2, 0.81, 4330.0, 0.29
 #: Cycles of a chunk of a fused block's tile: fixed, a cycle of tensor cores, an mma.sync of each depthwise output.
-_FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1600.0, 1.01, 653.0
+_FUSED_CHUNK, _FUSED_TENSOR, _FUSED_DEPTHWISE = 1517.0, 0.957, 619.0
 #: The same of fp32 tensors, from the lead shape and shapes around it: the depthwise stage by FMA (fixed, a tap); an
 #: output channel of 128 positions as it leaves.
 _FUSED_FMA, _FUSED_TAP, _FUSED_OUTPUT = 890.0, 16.0, 51.0
