@@ -345,13 +345,13 @@ def _fused_out_of_reach(problem: SeparableBlock1dProblem, path: str, arch: str) 
 
 def _least_tile(problem: SeparableBlock1dProblem) -> FusedTile:
     """Rings in which one slot fills while another is in use, since project weights are given back when the MMAs of the
-    next ones have been issued; a chunk of hidden channels more, as two are in use. In two parts one chunk of project
-    weights: each warpgroup has a slot for either part of its own.
+    next ones have been issued; a slot more where a chunk takes two of them, and a chunk of hidden channels more, as two
+    are in use. In two parts one chunk of project weights: each warpgroup has a slot for either part of its own.
     """
     tile_oc = next((oc for oc in FUSED_TILE_OCS if oc >= problem.o), FUSED_TILE_OCS[-1])
     if problem.fp32_precision == "ieee":
         return FusedTile(tile_oc, hidden_slots=2, project_slots=4, expand_slots=2)
-    return FusedTile(tile_oc, hidden_slots=3, project_slots=2, expand_slots=2)
+    return FusedTile(tile_oc, hidden_slots=3, project_slots=3 if tile_oc > 128 else 2, expand_slots=2)
 
 
 @lru_cache(maxsize=1024)

@@ -150,7 +150,7 @@ def test_schedule_asked_for():
 @pytest.mark.parametrize(
     ("slots", "part"),
     [
-        ({"project_slots": 1}, "project_slots=1 must be an integer of at least 2"),
+        ({"project_slots": 2}, "project_slots=2 must be an integer of at least 3"),
         ({"hidden_slots": 2}, "hidden_slots=2 must be an integer of at least 3"),
         ({"expand_slots": 1}, "expand_slots=1 must be an integer of at least 2"),
         ({"expand_slots": True}, "expand_slots=True must be an integer"),

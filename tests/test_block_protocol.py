@@ -96,6 +96,11 @@ class Machine(protocol.Machine):
         for chunk in range(self.chunks):
             tile, hidden = chunk // s.chunks, chunk % s.hidden_slots
             for atom in range(s.atoms):
+                # In two parts sums are added up before every second group of 64 channels, once two of them are full.
+                merged = s.parts == 2 and atom % 2 == 0 and atom > 2
+                if merged:
+                    yield group.wait(0)
+                    yield from done(chunk, atom - 1)
                 i = chunk * s.atoms + atom
                 slot = i % s.expand_slots
                 if chunk % s.chunks == 0:
@@ -103,7 +108,7 @@ class Machine(protocol.Machine):
                 yield self.expand_full[slot][warp].wait(i // s.expand_slots)
                 operands = [(self.x[atom], ("x", tile, atom)), (self.expand_weights[slot][warp], ("expand", i))]
                 yield from group.issue(warp, operands)
-                if atom:
+                if atom and not merged:
                     yield group.wait(1)
                     yield from done(chunk, atom - 1)
             yield group.wait(0)
@@ -226,7 +231,7 @@ def any_shape(seed: int) -> Shape:
         return Shape(
             tiles=random_.choice((1, 2, 4)),
             chunks=random_.choice((1, 2, 3, 5)),
-            atoms=random_.randint(1, 4),
+            atoms=random_.randint(1, 8),
             residual=False,  # added from global memory
             expand_slots=random_.randint(2, 8),
             hidden_slots=random_.randint(2, 4),
@@ -238,7 +243,7 @@ def any_shape(seed: int) -> Shape:
     return Shape(
         tiles=random_.choice((1, 2, 4)),
         chunks=random_.choice((1, 2, 3, 5)),
-        atoms=random_.randint(1, 4),
+        atoms=random_.randint(1, 8),
         halves=halves,
         residual=not scaled and random_.random() < 0.7,
         expand_slots=random_.randint(2, 8),
@@ -261,7 +266,7 @@ def test_the_rings_of_the_lead_shape():
 
 
 def test_fewer_project_slots_than_check_allows_stop():
-    """The rule for project_slots in block_schedule: two, as one is given back when the next has been used."""
+    """One slot of project weights is given back when the next one has been used."""
     with pytest.raises(AssertionError, match="wait for ever"):
         run(Shape(project_slots=1), 0)
 

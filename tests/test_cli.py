@@ -660,7 +660,7 @@ def test_wrong_usage_exits_2_and_names_what(run, run_json, monkeypatch, argument
 
 @pytest.mark.parametrize(
     ("arguments", "most"),
-    [(["--kernel", "31"], 17), (["--kernel", "99", "--shape", "1,64,512"], 49),
+    [(["--kernel", "31"], 25), (["--kernel", "99", "--shape", "1,64,512"], 49),
      (["--kernel", "9", "--dilation", "12", "--shape", "1,64,512", "--path", "sm90"], 5)],
     ids=["shared_memory", "window", "dilated"],
 )  # fmt: skip
