@@ -474,8 +474,8 @@ FUSED = [
 ]
 #: Bytes that a thread of the fused form may spill. Two project warpgroups of 160 registers, for 128 sums at the lead
 #: shape, leave 104 or 112 to the expand warpgroup, beside 72 sums of its own, and 88 or 80 to the depthwise one. Under
-#: NVRTC 13.0 the lead shape in tf32, channels_last: 32 (13.5: 64), where results are stored, once a tile. 128 output channels or
-#: fewer have them shared out otherwise, and spill none (13.5: 8 in tf32).
+#: NVRTC 13.0 the lead shape in tf32, channels_last: 32 (13.5: 64), where results are stored, once a tile. 128 output
+#: channels or fewer have them shared out otherwise, and spill none (13.5: 8 in tf32).
 FUSED_SPILLS = 64
 #: The same of a kernel whose depthwise stage is on tensor cores: where the sums of 256 output channels leave it no more
 #: registers, a number of the item is kept in local memory, outside of the loops.
